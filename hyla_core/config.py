@@ -1,0 +1,213 @@
+"""Frozen configs: the one definition of every field that changes what a training learns.
+
+A config is checked once, when it is built, and never changed. No field is filled in later: sizes that follow from
+others are properties. Imports neither jax nor flax.
+"""
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import field_validator, model_validator
+
+from hyla_core import RESULTS_VERSION
+from hyla_core.attention.variants import VARIANTS
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+MAX_EXAMPLES = 2**32  # examples are numbered by an unsigned 32-bit integer
+
+
+class Config(BaseModel):
+    """Base of all configs: frozen, finite numbers, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class SravenConfig(Config):
+    """The symbolic Raven task: find the rule of each feature in a grid of cells and complete the last cell.
+
+    Reference: arXiv 2406.05816, Section 4 and its appendix on SRAVEN.
+    """
+
+    name: Literal["sraven"]
+    num_features: PositiveInt = 4
+    num_values: PositiveInt = 8  # values of a feature: 0 … num_values - 1
+    grid_size: Annotated[int, Field(ge=3)] = 3
+    permute_features: bool = True  # shuffle the features within each column, alike for all rows
+    ood_fraction: Fraction = 0.25  # share of the rule combinations held out of training
+
+    @model_validator(mode="after")
+    def _rows_have_distinct_values(self) -> Self:
+        if self.num_values < self.grid_size:
+            raise ValueError(
+                f"num_values={self.num_values} is less than grid_size={self.grid_size}, but the rule 'distribute three' "
+                "needs that many distinct values"
+            )
+        return self
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of one example: every feature of every cell."""
+        return self.grid_size**2 * self.num_features
+
+    @property
+    def input_dim(self) -> int:
+        """Width of one input token, a one-hot code."""
+        return self.num_values
+
+    @property
+    def output_dim(self) -> int:
+        """Logits per position."""
+        return self.num_values
+
+    @property
+    def chance(self) -> float:
+        """Accuracy per feature of a uniform guess."""
+        return 1 / self.num_values
+
+
+TaskConfig = SravenConfig  # a union discriminated by `name` once there is a second task
+
+
+class DataConfig(Config):
+    """How many examples, and how often they are seen."""
+
+    num_train: PositiveInt  # the training set: examples 0 … num_train - 1 of the training stream
+    num_steps: PositiveInt
+    num_valid: PositiveInt  # evaluation examples of seen rule combinations
+    num_ood: NonNegativeInt  # evaluation examples of held-out rule combinations
+
+
+class ModelConfig(Config):
+    """Shape of one transformer.
+
+    Reference: arXiv 2406.05816, Section 2 and Appendix; defaults are those of the paper's SRAVEN runs.
+    """
+
+    attention: str  # a key of attention.variants.VARIANTS
+    emb_dim: PositiveInt
+    num_heads: PositiveInt
+    num_layers: PositiveInt
+    qk_dim: PositiveInt  # total over heads
+    v_dim: PositiveInt  # total over heads
+    mlp_dim: PositiveInt
+    max_distance: Annotated[int, Field(ge=2)]  # T5 position biases: number of buckets and distance of the last one
+    causal: bool = False  # a position sees itself and earlier ones only
+    attention_dropout: Fraction = 0.0  # one mask over (query, key) serves all examples and heads
+    dropout: Fraction = 0.0  # on embeddings and on the outputs of attention and MLP
+    feedforward: Literal["gelu_mlp", "swiglu"] = "gelu_mlp"
+    norm: Literal["layer", "rms"] = "layer"
+    block: Literal["attention_first", "mlp_first", "mlp_only"] = "attention_first"
+    normalize_qk: bool = False  # LayerNorm over each head's queries and keys
+    relative_position: bool = True  # T5 position biases
+    absolute_position: bool = False  # sinusoidal code added to the embeddings
+    share_layers: bool = False  # one block applied num_layers times
+
+    @field_validator("attention")
+    @classmethod
+    def _attention_is_known(cls, name: str) -> str:
+        if name not in VARIANTS:
+            raise ValueError(f"unknown; choose one of {sorted(VARIANTS)}")
+        return name
+
+    @model_validator(mode="after")
+    def _heads_divide_dims(self) -> Self:
+        for name in ("emb_dim", "qk_dim", "v_dim"):
+            if getattr(self, name) % self.num_heads:
+                raise ValueError(f"{name}={getattr(self, name)} is not a multiple of num_heads={self.num_heads}")
+        return self
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one head's queries and keys."""
+        return self.qk_dim // self.num_heads
+
+    @property
+    def v_head_dim(self) -> int:
+        """Width of one head's values."""
+        return self.v_dim // self.num_heads
+
+    def widened(self, factor: int) -> Self:
+        """A copy `factor` times as wide. Heads keep their size, so their number grows."""
+        wider = {name: factor * getattr(self, name) for name in WIDTH_FIELDS}
+        return type(self)(**{**dict(self), **wider})
+
+
+WIDTH_FIELDS = ("emb_dim", "num_heads", "qk_dim", "v_dim", "mlp_dim")
+
+
+class OptimConfig(Config):
+    """Optimiser and learning-rate schedule."""
+
+    name: Literal["adamw"]
+    batch_size: PositiveInt
+    peak_lr: PositiveFloat
+    weight_decay: NonNegativeFloat
+    warmup_steps: NonNegativeInt
+    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1  # the cosine's floor, as a share of the peak
+    b1: Fraction = 0.9
+    b2: Fraction = 0.999
+    eps: PositiveFloat = 1e-8
+    decay_mask: Literal["spare_rank_1", "all"] = "spare_rank_1"  # which leaves weight decay touches
+    grad_clip_norm: PositiveFloat | None = None
+
+
+class SeedsConfig(Config):
+    """Independent randomness: what is held out, which examples are drawn, initialisation and dropout."""
+
+    split: Seed
+    data: Seed
+    init: Seed
+
+
+class NumericsConfig(Config):
+    """Precision of the computation."""
+
+    matmul_precision: Literal["default", "high", "highest"] = "default"
+
+
+class TrainConfig(Config):
+    """Everything that decides what one training learns."""
+
+    task: TaskConfig
+    data: DataConfig
+    model: ModelConfig
+    optim: OptimConfig
+    seeds: SeedsConfig
+    numerics: NumericsConfig = NumericsConfig()
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        data, optim = self.data, self.optim
+        if 2 * optim.warmup_steps >= data.num_steps:
+            raise ValueError(
+                f"optim.warmup_steps={optim.warmup_steps} is not less than half of the {data.num_steps} steps of training"
+            )
+        if data.num_train < optim.batch_size:
+            raise ValueError(f"data.num_train={data.num_train} is less than optim.batch_size={optim.batch_size}")
+        if data.num_steps * optim.batch_size >= MAX_EXAMPLES:
+            raise ValueError(f"data.num_steps × optim.batch_size is {data.num_steps * optim.batch_size}, at most {MAX_EXAMPLES - 1}")
+        if data.num_ood and not self.task.ood_fraction:
+            raise ValueError(f"data.num_ood={data.num_ood} but task.ood_fraction=0 holds nothing out; set num_ood to 0")
+        return self
+
+    @property
+    def trial_id(self) -> str:
+        """Identity: 12 hex digits that depend on what changes the result, and nothing else.
+
+        Fields at their default are left out, so that a field added later with the default of old behaviour keeps the
+        ids of what was trained before it. A default that changes what is learned raises RESULTS_VERSION.
+        """
+        identity = {"results_version": RESULTS_VERSION, **self.model_dump(mode="json", exclude_defaults=True)}
+        text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def flat(self) -> dict[str, Any]:
+        """Every field under its dotted name, `{"model.emb_dim": 128, …}`."""
+        return {
+            f"{section}.{name}": value
+            for section, fields in self.model_dump(mode="json").items()
+            for name, value in fields.items()
+        }

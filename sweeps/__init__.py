@@ -1,0 +1,1 @@
+"""What to run, and the orchestrator that runs it."""
