@@ -8,8 +8,17 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic import field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from hyla_core import RESULTS_VERSION
 from hyla_core.attention.variants import VARIANTS
@@ -42,8 +51,8 @@ class SravenConfig(Config):
     def _rows_have_distinct_values(self) -> Self:
         if self.num_values < self.grid_size:
             raise ValueError(
-                f"num_values={self.num_values} is less than grid_size={self.grid_size}, but the rule 'distribute three' "
-                "needs that many distinct values"
+                f"num_values={self.num_values} is less than grid_size={self.grid_size}, "
+                "the distinct values that the rule 'distribute three' needs"
             )
         return self
 
@@ -114,7 +123,7 @@ class ModelConfig(Config):
 
     @model_validator(mode="after")
     def _heads_divide_dims(self) -> Self:
-        for name in ("emb_dim", "qk_dim", "v_dim"):
+        for name in ("qk_dim", "v_dim"):
             if getattr(self, name) % self.num_heads:
                 raise ValueError(f"{name}={getattr(self, name)} is not a multiple of num_heads={self.num_heads}")
         return self
@@ -165,6 +174,7 @@ class SeedsConfig(Config):
 class NumericsConfig(Config):
     """Precision of the computation."""
 
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters and sums stay float32
     matmul_precision: Literal["default", "high", "highest"] = "default"
 
 
@@ -181,14 +191,18 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         data, optim = self.data, self.optim
+        if self.model.emb_dim % self.model.num_heads:
+            raise ValueError(
+                f"model.emb_dim={self.model.emb_dim} is not a multiple of model.num_heads={self.model.num_heads}"
+            )
         if 2 * optim.warmup_steps >= data.num_steps:
             raise ValueError(
-                f"optim.warmup_steps={optim.warmup_steps} is not less than half of the {data.num_steps} steps of training"
+                f"optim.warmup_steps={optim.warmup_steps} is not less than half of data.num_steps={data.num_steps}"
             )
         if data.num_train < optim.batch_size:
             raise ValueError(f"data.num_train={data.num_train} is less than optim.batch_size={optim.batch_size}")
-        if data.num_steps * optim.batch_size >= MAX_EXAMPLES:
-            raise ValueError(f"data.num_steps × optim.batch_size is {data.num_steps * optim.batch_size}, at most {MAX_EXAMPLES - 1}")
+        if (seen := data.num_steps * optim.batch_size) >= MAX_EXAMPLES:
+            raise ValueError(f"data.num_steps × optim.batch_size = {seen} is not below {MAX_EXAMPLES} examples")
         if data.num_ood and not self.task.ood_fraction:
             raise ValueError(f"data.num_ood={data.num_ood} but task.ood_fraction=0 holds nothing out; set num_ood to 0")
         return self
@@ -211,3 +225,33 @@ class TrainConfig(Config):
             for section, fields in self.model_dump(mode="json").items()
             for name, value in fields.items()
         }
+
+
+MEMBER_FIELDS = ("optim.peak_lr", "optim.weight_decay", "optim.warmup_steps", "seeds.split", "seeds.data", "seeds.init")
+"""What members of one pack may differ in: values that enter the compiled program as data."""
+
+
+def pack_key(config: TrainConfig) -> str:
+    """Equal for exactly those configs that may train as one pack: all but the member fields agree."""
+    shared = {name: value for name, value in config.flat().items() if name not in MEMBER_FIELDS}
+    return json.dumps(shared, sort_keys=True)
+
+
+class Cadence(Config):
+    """When a training reports. Steps with rows depend on the number of steps alone, never on time."""
+
+    num_logs: PositiveInt = 50  # training rows, each the mean over the steps since the one before
+    num_evals: PositiveInt = 10  # evaluations; the last step always has one
+    checkpoint_every_s: PositiveFloat = 60.0
+
+    def log_steps(self, num_steps: int) -> list[int]:
+        """Steps after which training rows are due, ascending, the last one included."""
+        return _spread(self.num_logs, num_steps)
+
+    def eval_steps(self, num_steps: int) -> list[int]:
+        """Steps after which an evaluation is due, ascending, the last one included."""
+        return _spread(self.num_evals, num_steps)
+
+
+def _spread(num_points: int, num_steps: int) -> list[int]:
+    return sorted({-(-k * num_steps // num_points) for k in range(1, num_points + 1)})
