@@ -25,9 +25,10 @@ def describe(config: SravenConfig, instances: Instances, number: int = 0) -> str
 
     grid = [[cell(values) for values in row] for row in cells]
     answer, grid[-1][-1] = grid[-1][-1], " ".join(["?".rjust(width)] * config.num_features)
+    plural = "s" if config.num_features > 1 else ""
     lines = [
-        f"{config.grid_size} × {config.grid_size} cells of {config.num_features} features, "
-        f"each a value below {config.num_values}",
+        f"{config.grid_size} × {config.grid_size} cells of {config.num_features} feature{plural} "
+        f"with values 0 … {config.num_values - 1}",
         *("  " + " | ".join(row) for row in grid),
         f"answer: {answer}",
         "rules, before features are shuffled:",
