@@ -98,7 +98,7 @@ def explain(rows: np.ndarray, num_values: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _count_matchings(allowed: np.ndarray) -> np.ndarray:
-    """Counts re-shufflings all of whose features are allowed: Σ over permutations p_c of Π_j allowed[p_0(j), p_1(j), …].
+    """Counts re-shufflings all of whose features are allowed: Σ over perms p of Π over j of allowed[p_0(j), p_1(j), …].
 
     The sum does not change when the features are renumbered, so p_0 may be the identity and the result is taken
     num_features! times. Then features are placed one after another, remembering for each of the other columns the set
@@ -111,6 +111,7 @@ def _count_matchings(allowed: np.ndarray) -> np.ndarray:
       [batch] int64.
     """
     features, columns = allowed.shape[1], allowed.ndim - 1
+    by_tuple = np.moveaxis(allowed, 0, -1)
     counts = {(0,) * (columns - 1): np.ones(len(allowed), dtype=np.int64)}
     for feature in range(features):
         longer: dict[tuple[int, ...], np.ndarray] = {}
@@ -118,7 +119,7 @@ def _count_matchings(allowed: np.ndarray) -> np.ndarray:
             free = [[j for j in range(features) if not bits >> j & 1] for bits in taken]
             for picks in itertools.product(*free):
                 now = tuple(bits | 1 << j for bits, j in zip(taken, picks, strict=True))
-                longer[now] = longer.get(now, 0) + count * allowed[(slice(None), feature, *picks)]
+                longer[now] = longer.get(now, 0) + count * by_tuple[(feature, *picks)]
         counts = longer
     (total,) = counts.values()
     return math.factorial(features) * total
