@@ -26,10 +26,10 @@ def test_describe_shows_grid_answer_rules_and_shuffle():
 
 
 def test_describe_leaves_out_the_shuffle_where_there_is_none():
-    config = SravenConfig(name="sraven", num_features=1, permute_features=False)
+    config = SravenConfig(name="sraven", num_features=1, num_values=10, permute_features=False)
     instances = Instances(np.full((1, 3, 3, 1), 5), np.array([[0]]), np.zeros((1, 3, 1), int))
     assert describe(config, instances).splitlines() == [
-        "3 × 3 cells of 1 feature with values 0 … 7",
+        "3 × 3 cells of 1 feature with values 0 … 9",
         "  5 | 5 | 5",
         "  5 | 5 | 5",
         "  5 | 5 | ?",
