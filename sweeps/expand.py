@@ -231,11 +231,11 @@ def _origin(spec: SweepSpec, message: str) -> Origin:
     names: list[str] = []
     for dotted in re.findall(r"[a-z_]+\.[a-z_0-9]+", message):
         section, _, name = dotted.partition(".")
+        if dotted in ("data.num_train", "data.num_steps"):
+            names.append("data.train_fraction")
         names.append(dotted)
         if dotted in ALTERNATIVES:
             names.append(ALTERNATIVES[dotted])
-        if dotted in ("data.num_train", "data.num_steps"):
-            names.append("data.train_fraction")
         if section == "model" and name in WIDTH_FIELDS:
             names.append("model.width")
     axes = [f"axes.{name}" for name in names if f"axes.{name}" in spec.origins]

@@ -4,6 +4,7 @@ Pure: the same trials give the same packs with the same ids.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -63,7 +64,7 @@ def _spread(group: list[TrialSpec], max_size: int) -> list[list[TrialSpec]]:
     ends = [0]
     for index in range(num_packs):
         ends.append(ends[-1] + small + (index < num_larger))
-    return [group[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    return [group[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _pack_id(members: list[TrialSpec]) -> str:

@@ -341,7 +341,11 @@ class _Draft:
         if not equals or not name.strip():
             self.problems.append((Origin(source, None), "must be written NAME=VALUE, such as model.emb_dim=64"))
             return
-        parsed = parse_yaml(value, source)
+        try:
+            parsed = parse_yaml(value, source)
+        except SpecError as error:
+            self.problems.append((Origin(source, None), error.message))
+            return
         self.apply(Located({name.strip(): parsed}, parsed.line), source)
 
     def apply(self, tree: Located, source: str, within: str = "", first: bool = False) -> None:
