@@ -11,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from hyla_core.config import Cadence, Config, Seed, TrainConfig
 from sweeps.yaml_loader import Located, Origin, SpecError, parse_yaml
@@ -24,6 +24,7 @@ class Resources(Config):
 
     cpu: NonNegativeFloat = 1.0
     gpu: NonNegativeFloat = 0.0
+    tpu: NonNegativeInt = 0  # whole chips
 
 
 class RunConfig(Cadence):

@@ -148,6 +148,7 @@ SWEEPS = (
     Column("requested_at", _TIME, "UTC", "when"),
     Column("file", _STRING, "", "the sweep file, as given"),
     Column("tiny", _BOOL, "", "whether the file's tiny form was asked for"),
+    Column("overrides", pa.list_(pa.string()), "", "settings changed by --set, in order"),
     Column("trial_id", _STRING, "", "a trial that was asked for"),
     Column("point", _STRING, "", "shared by the trials that differ only in seed"),
     Column("axes", _STRING, "", "JSON: dotted name → value as the file has it"),
@@ -980,6 +981,7 @@ class Store:
         file: str | Path,
         tiny: bool,
         select_over: Sequence[str] = (),
+        overrides: Sequence[str] = (),
         request_id: str | None = None,
     ) -> str:
         """Records which trials a run command asks for.
@@ -990,6 +992,7 @@ class Store:
           file: the sweep file, as given.
           tiny: whether it is the file's tiny form.
           select_over: axes over which hyperparameters are chosen.
+          overrides: settings changed by --set, in order.
           request_id: a name that no other request has; by default made from the time.
 
         Returns:
@@ -1005,6 +1008,7 @@ class Store:
                 "requested_at": now,
                 "file": str(file),
                 "tiny": tiny,
+                "overrides": list(overrides),
                 "trial_id": trial.trial_id,
                 "point": trial.point,
                 "axes": json.dumps(dict(trial.axes), ensure_ascii=False),
