@@ -1128,20 +1128,23 @@ class Store:
             )
         return sorted(summaries, key=lambda item: item.requested_at, reverse=True)
 
-    def trials(self, raw: bool = False) -> pd.DataFrame:
+    def trials(self, raw: bool = False, trial_ids: Iterable[str] | None = None) -> pd.DataFrame:
         """The trials table, ordered by trial and attempt.
 
         Args:
           raw: every attempt, else the one of each trial that counts.
+          trial_ids: of these trials only; files of others aren't opened.
 
         Returns:
           The columns of `TRIALS`, then the config's fields. `status` is `running` or `interrupted` where the attempt
           hasn't been sealed. Integers are floats, with NaN, where a row has none.
         """
-        return self._trial_table(raw).to_pandas()
+        return self._trial_table(raw, trial_ids).to_pandas()
 
-    def _trial_table(self, raw: bool) -> pa.Table:
-        table = _concatenate(self._read("trials"), "trials")
+    def _trial_table(self, raw: bool, trial_ids: Iterable[str] | None = None) -> pa.Table:
+        wanted = None if trial_ids is None else set(trial_ids)
+        parts = self._read("trials", is_wanted=lambda key: wanted is None or key[0] in wanted)
+        table = _concatenate(parts, "trials")
         live = {(claim.trial_id, claim.attempt) for claim in self.claims() if claim.alive}
         keys = list(zip(table["trial_id"].to_pylist(), table["attempt"].to_pylist(), strict=True))
         rows = [
