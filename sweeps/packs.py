@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from hyla_core.config import MEMBER_FIELDS, TrainConfig, pack_key
 from sweeps.expand import TrialSpec
+from sweeps.spec import Resources
+
+ACCELERATOR_PACK_SIZE, CPU_PACK_SIZE = 8, 2
 
 _NOT_SHAPE = (*MEMBER_FIELDS, "data.num_steps", "data.num_train")
 
@@ -20,6 +23,11 @@ class Pack(NamedTuple):
 
     pack_id: str  # 12 hex digits that depend on the trials alone
     trials: tuple[TrialSpec, ...]
+
+
+def default_pack_size(resources: Resources) -> int:
+    """Members of a pack, at most, where the sweep does not say: what fills the device it trains on."""
+    return ACCELERATOR_PACK_SIZE if resources.gpu or resources.tpu else CPU_PACK_SIZE
 
 
 def make_packs(trials: Sequence[TrialSpec], max_pack_size: int) -> list[Pack]:

@@ -477,12 +477,12 @@ def _bar(counts: Counts) -> Any:
     return Bar()
 
 
-def make_view(title: str, subtitle: str, *, as_json: bool, out: IO[str] | None = None) -> View:
-    """The view that suits where the output goes."""
+def make_view(title: str, subtitle: str, *, as_json: bool, live: bool = True, out: IO[str] | None = None) -> View:
+    """The view that suits where the output goes; without `live`, never a panel."""
     out = sys.stdout if out is None else out
     if as_json:
         return JsonView(out)
-    if out.isatty():
+    if live and out.isatty():
         from rich.console import Console
 
         console = Console(file=out)

@@ -73,7 +73,9 @@ def run_pack(pack: Pack, job: PackJob, should_stop: Callable[[], bool] = lambda:
     try:
         if (here := provenance.loaded_code_hash()) != job.provenance["code_hash"]:
             wanted = job.provenance["code_hash"]
-            return PackOutcome(left, f"this worker has other code ({here}) than the run ({wanted}); restart the cluster")
+            return PackOutcome(
+                left, f"this worker has other code ({here}) than the run ({wanted}); restart the cluster"
+            )
         prepare_jax(job.resources)
         store = _store(job.store)
         stopping = _Stopping(store, job.run_id, should_stop)
@@ -191,9 +193,7 @@ class _PackRun:
                     self._statuses[trial.trial_id] = state.status
                     continue
             num_steps = trial.config.data.num_steps
-            writer = self._store.begin(
-                trial.trial_id, trial.config.flat(), facts, 0, num_steps, _counts(trial.config)
-            )
+            writer = self._store.begin(trial.trial_id, trial.config.flat(), facts, 0, num_steps, _counts(trial.config))
             if writer is not None:
                 self._writers[trial.trial_id], self._configs[trial.trial_id] = writer, trial.config
         resume_from = {}

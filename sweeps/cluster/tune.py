@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,38 @@ class Events(Protocol):
 
 class _Overdue(Exception):
     """Workers did not stop within the time they had."""
+
+
+def find_cluster(address: str | None) -> str | None:
+    """Where to run.
+
+    Args:
+      address: as the user gave it: of a cluster, `local` for a Ray of our own, or None for the cluster around, if any.
+
+    Returns:
+      The address of a cluster; None for a Ray of our own on this machine.
+    """
+    if address is not None:
+        return None if address == "local" else address
+    if around := os.environ.get("RAY_ADDRESS"):
+        return None if around == "local" else around
+    # Written by `ray start`, and so on every node of a cluster that `ray up` started.
+    for root in dict.fromkeys([tempfile.gettempdir(), "/tmp"]):
+        with contextlib.suppress(OSError):
+            found = Path(root, "ray", "ray_current_cluster").read_text().strip()
+            if _answers(found):
+                return found
+    return None
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens there: the file outlives a cluster that was killed."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=2):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def check_local_resources(resources: Resources) -> None:
