@@ -1,7 +1,7 @@
 """What a person, or a program with `--json`, sees while a sweep runs.
 
-A `Tracker` knows the state of every trial: from the driver's events when something ends, from the store's claims how far
-the running ones are. A view shows it: a live panel in a terminal, plain lines elsewhere, JSON lines for programs.
+A `Tracker` knows the state of every trial: from the driver's events when something ends, from the store's claims how
+far the running ones are. A view shows it: a live panel in a terminal, plain lines elsewhere, JSON lines for programs.
 """
 
 import json

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hyla_core.config import Cadence
 from sweeps.__main__ import resolve_store
@@ -209,7 +209,8 @@ class _Request:
         statuses = Counter(states[trial.trial_id].status for trial in self.trials)
         done = sum(statuses[name] for name in DONE)
         diverged = f" ({statuses['diverged']} diverged)" if statuses["diverged"] else ""
-        text = f"{self.spec.name}: nothing to train, {done} of {len(self.trials)} trials{diverged} are in {self.shown_store}"
+        there = f"{done} of {len(self.trials)} trials{diverged} are in {self.shown_store}"
+        text = f"{self.spec.name}: nothing to train, {there}"
         if statuses["failed"]:
             text += f", {statuses['failed']} failed; to try them again: {self.command('failed')}"
         if work.elsewhere:

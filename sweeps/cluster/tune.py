@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from sweeps import provenance
 from sweeps.cluster import machine
@@ -247,11 +247,11 @@ def _own_process_groups() -> Iterator[None]:
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **{"process_group": 0, **kwargs})
 
-    services.ConsolePopen = OwnGroup
+    setattr(services, "ConsolePopen", OwnGroup)  # noqa: B010 (mypy refuses a plain assignment to a class)
     try:
         yield
     finally:
-        services.ConsolePopen = original
+        setattr(services, "ConsolePopen", original)  # noqa: B010
 
 
 def _child_pids() -> list[int]:
@@ -296,6 +296,16 @@ def _refuse_infeasible(resources: Resources, nodes: Sequence[dict[str, float]], 
 # --- Tune ------------------------------------------------------------------------------------------------------------
 
 
+class _NotSaved:
+    """Tune writes its settings to disk for a restore that never happens; live objects leave nothing there."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return object, ()
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self
+
+
 class _Slots(NamedTuple):
     """How many packs run at once, and how many Tune keeps waiting."""
 
@@ -327,7 +337,7 @@ def _fit(
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(slots.pending)
     from ray import tune
 
-    class InOrder(tune.search.Searcher):
+    class InOrder(_NotSaved, tune.search.Searcher):
         """Hands out packs one by one, in order, and none once a stop is requested."""
 
         def __init__(self) -> None:
@@ -349,7 +359,7 @@ def _fit(
         def restore(self, checkpoint_path: str) -> None:
             """See `save`."""
 
-    class Forward(tune.Callback):
+    class Forward(_NotSaved, tune.Callback):
         """Tells `events` what happens to packs."""
 
         def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
