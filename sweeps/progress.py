@@ -440,7 +440,7 @@ class LiveView:
                 table.add_column(name, justify="right", no_wrap=True)
             for pack in snapshot.running[:room]:
                 several = f"  ×{pack.num_trials}" if pack.num_trials > 1 else ""
-                step = "compiling" if not pack.step else f"{pack.step:,}/{pack.num_steps:,}"
+                step = f"{pack.step:,}/{pack.num_steps:,}" if pack.steps_per_s else "compiling"
                 table.add_row(
                     (pack.label or "the trial") + several, step, _loss_text(pack.losses), _speed_text(pack.steps_per_s)
                 )
@@ -452,7 +452,8 @@ class LiveView:
             parts.append(Text(text, style="red", no_wrap=True, overflow="ellipsis"))
         if snapshot.note:
             parts.append(Text(snapshot.note, style="yellow"))
-        return Panel(Group(*parts), title=self._title, subtitle=self._subtitle, title_align="left", height=None)
+        # The cursor rests on a line of its own: there, the terminal's ^C does not wrap and shift what is redrawn.
+        return Group(Panel(Group(*parts), title=self._title, subtitle=self._subtitle, title_align="left"), Text())
 
 
 def _bar(counts: Counts) -> Any:

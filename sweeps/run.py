@@ -388,7 +388,8 @@ class _Driver:
         for trial_id, status in outcome.statuses.items():
             groups.setdefault(status, []).append(trial_id)
         for status, trial_ids in groups.items():
-            self._view.say(self._line(status, trial_ids, took, outcome.error))
+            if status != "left" or outcome.error is not None or not self._stop.requested:
+                self._view.say(self._line(status, trial_ids, took, outcome.error))
         for trial in pack.trials:
             status = outcome.statuses[trial.trial_id]
             failed = {"error": outcome.error} if status not in DONE and outcome.error else {}
@@ -404,7 +405,7 @@ class _Driver:
             return f"{text} ({took})"
         if error is not None:
             return f"{text}: {error}"
-        return text + (" (another run has it)" if status == "left" and not self._stop.requested else "")
+        return text + (" (another run has it)" if status == "left" else "")
 
     def _judge(self, outcome: "PackOutcome") -> None:
         """Finds the sweep broken if the first packs all ended with one error."""
@@ -432,7 +433,8 @@ class _Driver:
         states = request.store.statuses()
         found = [states.get(trial.trial_id) for trial in request.trials]
         statuses = Counter("left" if state is None else state.status for state in found)
-        statuses["left"] += statuses.pop("interrupted", 0)
+        interrupted = statuses.pop("interrupted", 0)
+        statuses["left"] += interrupted
         done = sum(statuses[name] for name in DONE)
         complete = done == len(found)
         if stop.signum is not None:
@@ -443,9 +445,10 @@ class _Driver:
             status = OK if complete else SOME_FAILED
 
         diverged = f" ({statuses['diverged']} diverged)" if statuses["diverged"] else ""
+        begun = f", {interrupted} more saved half-way" if interrupted else ""
         say(
             f"{request.spec.name}: {done} of {len(found)} trials{diverged} are in {request.shown_store}; "
-            f"{len(self._trained)} trained now, in {duration(wall_s)}"
+            f"{len(self._trained)} trained now{begun}, in {duration(wall_s)}"
         )
         errors = {state_id: state.error or "" for state_id, state in states.items() if state.status == "failed"}
         ids = {trial.trial_id for trial in request.trials}

@@ -149,7 +149,7 @@ def run_packs(
 
 def end_now() -> None:
     """Ends a Ray of our own without waiting for anything, and removes its folder; for a process about to exit."""
-    for pid in _child_pids():
+    for pid in _descendants(os.getpid()):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     for folder in Path(tempfile.gettempdir()), Path("/tmp"):
@@ -254,12 +254,17 @@ def _own_process_groups() -> Iterator[None]:
         setattr(services, "ConsolePopen", original)  # noqa: B010
 
 
-def _child_pids() -> list[int]:
-    pids: list[int] = []
-    for task in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            pids += [int(pid) for pid in task.read_text().split()]
-    return pids
+def _descendants(pid: int) -> list[int]:
+    """Processes that a process started, and that these did, where the system has /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.parent.name))
+    found = list(children.get(pid, []))
+    for child in found:
+        found += children.get(child, [])
+    return found
 
 
 def _cluster_nodes(address: str) -> tuple[list[dict[str, float]], str]:
