@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from hyla_core.config import WIDTH_FIELDS, Config, ModelConfig, TrainConfig
 from sweeps.spec import (
-    ALTERNATIVES,
     SECTION_MODELS,
     SEEDS,
     Origin,
@@ -228,15 +227,16 @@ def _described(axes: Mapping[str, Any]) -> str:
 
 def _origin(spec: SweepSpec, message: str) -> Origin:
     """Where the fields that a message names were written: an axis, the likelier slip, before a fixed value."""
-    names: list[str] = []
-    for dotted in re.findall(r"[a-z_]+\.[a-z_0-9]+", message):
-        section, _, name = dotted.partition(".")
-        if dotted in ("data.num_train", "data.num_steps"):
-            names.append("data.train_fraction")
-        names.append(dotted)
-        if dotted in ALTERNATIVES:
-            names.append(ALTERNATIVES[dotted])
-        if section == "model" and name in WIDTH_FIELDS:
-            names.append("model.width")
-    axes = [f"axes.{name}" for name in names if f"axes.{name}" in spec.origins]
-    return spec.origin(*axes, *names)
+    named = re.findall(r"[a-z_]+\.[a-z_0-9]+", message)
+    sources = [source for name in named for source in (*_DERIVED_FROM.get(name, ()), name)]
+    axes = [name for name in (*named, *sources) if name in spec.axes]
+    return spec.origin(*axes, *sources)
+
+
+_DERIVED_FROM = {
+    "data.num_train": ("data.train_fraction",),
+    "data.num_steps": ("data.train_fraction", "data.passes"),
+    "model.num_layers": ("model.depth",),
+    **{f"model.{name}": ("model.width",) for name in WIDTH_FIELDS},
+}
+"""Shorthand that a field of a config may come from."""

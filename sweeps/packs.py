@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hyla_core.config import MEMBER_FIELDS, TrainConfig, pack_key
+from hyla_core.counts import train_flops_per_example
 from sweeps.expand import TrialSpec
 from sweeps.spec import Resources
-
-ACCELERATOR_PACK_SIZE, CPU_PACK_SIZE = 8, 2
 
 _NOT_SHAPE = (*MEMBER_FIELDS, "data.num_steps", "data.num_train")
 
@@ -23,11 +22,6 @@ class Pack(NamedTuple):
 
     pack_id: str  # 12 hex digits that depend on the trials alone
     trials: tuple[TrialSpec, ...]
-
-
-def default_pack_size(resources: Resources) -> int:
-    """Members of a pack, at most, where the sweep does not say: what fills the device it trains on."""
-    return ACCELERATOR_PACK_SIZE if resources.gpu or resources.tpu else CPU_PACK_SIZE
 
 
 def make_packs(trials: Sequence[TrialSpec], max_pack_size: int) -> list[Pack]:
@@ -81,8 +75,14 @@ def _pack_id(members: list[TrialSpec]) -> str:
 
 
 def trial_flops(config: TrainConfig) -> float:
-    """Floating-point operations of one training, up to a factor: the order of packs needs no more."""
-    model = config.model
-    weights = 2 * model.emb_dim * (model.qk_dim + model.v_dim + model.mlp_dim)
-    pairs = config.task.seq_len * (model.qk_dim + model.v_dim)
-    return config.optim.batch_size * config.data.num_steps * config.task.seq_len * model.num_layers * (weights + pairs)
+    """Floating-point operations of one training: forward and backward passes, evaluation aside."""
+    return train_flops_per_example(config) * config.optim.batch_size * config.data.num_steps
+
+
+def default_pack_size(resources: Resources) -> int:
+    """Members of a pack where a sweep does not say.
+
+    An accelerator needs several of these small models at once to be busy. A core does not: there, packs save
+    compilations and overhead only, while small ones leave more to train side by side.
+    """
+    return 8 if resources.gpu or resources.tpu else 4
