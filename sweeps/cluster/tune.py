@@ -139,7 +139,7 @@ def run_packs(
     Raises:
       ClusterError: the cluster cannot be reached, or no node of it has the resources.
     """
-    with _temporary_folder() as folder, _ray(folder, address):
+    with _temporary_folder() as folder, _ray(folder, address, stop):
         if address is not None:
             _refuse_infeasible(resources, *_cluster_nodes(address))
         if stop.requested:
@@ -192,7 +192,7 @@ def _remove_abandoned(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _ray(folder: Path, address: str | None) -> Iterator[None]:
+def _ray(folder: Path, address: str | None, stop: Stop) -> Iterator[None]:
     """A connection to Ray; one of our own ends with it."""
     os.environ.update(_QUIET)
     import ray
@@ -212,17 +212,21 @@ def _ray(folder: Path, address: str | None) -> Iterator[None]:
             "object_store_memory": _OBJECT_STORE_BYTES,
             "_temp_dir": str(folder / "ray"),
         }
+        # How long Ray's helpers outlive a driver that was killed: on one machine, nothing is gained by a long wait.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
     else:
         arguments["address"] = address
     try:
         with _own_process_groups():
             ray.init(**arguments)
+    except SystemExit:  # what Ray makes of SIGTERM
+        stop.by_signal(signal.SIGTERM)
     except Exception as error:
         ray.shutdown()
         where = "Ray could not be started" if address is None else f"--address {address}: no Ray cluster answers there"
         raise ClusterError(f"{where}: {_first_line(error)}") from error
+    stop.rearm()
     try:
-        # Tune's own loggers are set up by its import.
         logging.getLogger("ray").setLevel(logging.CRITICAL)
         yield
     finally:
