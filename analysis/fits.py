@@ -6,16 +6,19 @@ Scaling letters, used nowhere else in the project:
   D  examples in the training set
   C  floating-point operations of the whole training
 
-A law reads `error = coefficient · x^(−exponent)` with x one of N, D, C. It has no irreducible error: a third parameter is
-not identifiable from the handful of sizes that a sweep has. Curvature on the log-log plot, which such a floor would
-cause, shows as a low `r2`.
+A law reads `error = coefficient · x^(−exponent)` with x one of N, D, C. It has no irreducible error: a third
+parameter is not identifiable from the handful of sizes that a sweep has. Curvature on the log-log plot, which such a
+floor would cause, shows as a low `r2`.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
+from scipy import linalg
+
+LETTERS = {"num_non_embedding_params": "N", "data.num_train": "D", "train_flops": "C"}
+"""Columns that a law can be fitted against."""
 
 MIN_DISTINCT_X = 4  # two parameters through three points leave one degree of freedom: too few to tell noise from trend
 NUM_RESAMPLES = 2000
@@ -47,12 +50,15 @@ class FitResult(NamedTuple):
         return self.coefficient * np.asarray(x, dtype=float) ** -self.exponent
 
 
-def fit_power_law(x: ArrayLike, error: ArrayLike, *, num_resamples: int = NUM_RESAMPLES, rng_seed: int = 0) -> FitResult:
+def fit_power_law(
+    x: ArrayLike, error: ArrayLike, *, num_resamples: int = NUM_RESAMPLES, rng_seed: int = 0
+) -> FitResult:
     """Fits `error = coefficient · x^(−exponent)` by least squares on logarithms.
 
-    The interval is a percentile bootstrap of the residuals, scaled by √(n / (n − 2)) since a fit of two parameters leaves
-    residuals too small by that factor. Residuals hold both the noise of the seeds and the law's misfit; a resampling of
-    seeds alone would leave the second out and have no width with one seed. With few points the interval is a rough guide.
+    The interval is a percentile bootstrap of the residuals, scaled by √(n / (n − 2)) since a fit of two parameters
+    leaves residuals too small by that factor. Residuals hold both the noise of the seeds and the law's misfit; a
+    resampling of seeds alone would leave the second out and have no width with one seed. With few points the interval
+    is a rough guide.
 
     Args:
       x: [points] sizes, each greater than zero.
@@ -63,22 +69,22 @@ def fit_power_law(x: ArrayLike, error: ArrayLike, *, num_resamples: int = NUM_RE
     Returns:
       The fit, or one with `why_not` where fewer than `MIN_DISTINCT_X` distinct x remain.
     """
-    x, error = np.asarray(x, dtype=float), np.asarray(error, dtype=float)
-    usable = np.isfinite(x) & (x > 0) & np.isfinite(error) & (error > 0)
-    num_unusable = int(len(x) - usable.sum())
-    x, error = x[usable], error[usable]
-    num_distinct = len(np.unique(x))
+    all_x, all_error = np.asarray(x, dtype=float), np.asarray(error, dtype=float)
+    usable = np.isfinite(all_x) & (all_x > 0) & np.isfinite(all_error) & (all_error > 0)
+    xs, errors = all_x[usable], all_error[usable]
+    num_distinct = len(np.unique(xs))
     if num_distinct < MIN_DISTINCT_X:
+        num_unusable = len(all_x) - len(xs)
         left_out = f" ({num_unusable} without a positive error left out)" if num_unusable else ""
-        return _no_fit(f"{num_distinct} distinct x{left_out}; a fit needs {MIN_DISTINCT_X}", len(x))
+        return _no_fit(f"{num_distinct} distinct x{left_out}; a fit needs {MIN_DISTINCT_X}", len(xs))
 
-    log_x, log_error = np.log(x), np.log(error)
-    line = stats.linregress(log_x, log_error)
-    fitted = line.intercept + line.slope * log_x
-    residuals = (log_error - fitted) * np.sqrt(len(x) / (len(x) - 2))
+    log_x, log_error = np.log(xs), np.log(errors)
+    (intercept, slope), *_ = linalg.lstsq(np.stack([np.ones_like(log_x), log_x], axis=1), log_error)
+    fitted = intercept + slope * log_x
+    residuals = (log_error - fitted) * np.sqrt(len(xs) / (len(xs) - 2))
 
     rng = np.random.default_rng(rng_seed)
-    resampled = fitted + rng.choice(residuals, size=(num_resamples, len(x)))  # [resamples, points]
+    resampled = fitted + rng.choice(residuals, size=(num_resamples, len(xs)))  # [resamples, points]
     centred = log_x - log_x.mean()
     slopes = resampled @ centred / np.sum(centred**2)
     intercepts = resampled.mean(axis=1) - slopes * log_x.mean()
@@ -89,16 +95,16 @@ def fit_power_law(x: ArrayLike, error: ArrayLike, *, num_resamples: int = NUM_RE
     variance = np.sum((log_error - log_error.mean()) ** 2)
     r2 = 1 - np.sum((log_error - fitted) ** 2) / variance if variance > 0 else np.nan
     return FitResult(
-        exponent=float(-line.slope),
+        exponent=float(-slope),
         exponent_low=float(exponent_low),
         exponent_high=float(exponent_high),
-        coefficient=float(np.exp(line.intercept)),
+        coefficient=float(np.exp(intercept)),
         coefficient_low=float(coefficient_low),
         coefficient_high=float(coefficient_high),
         r2=float(r2),
-        num_points=len(x),
-        x_min=float(x.min()),
-        x_max=float(x.max()),
+        num_points=len(xs),
+        x_min=float(xs.min()),
+        x_max=float(xs.max()),
     )
 
 

@@ -17,9 +17,9 @@ TIE_BY = "valid/loss"  # lower is better
 def select_points(points: pd.DataFrame, cell_axes: Sequence[str]) -> pd.DataFrame:
     """Chooses in each cell the point with the best mean validation accuracy; a tie goes to the lower validation loss.
 
-    Only points with numbers from every seed compete: the mean of the seeds that survived flatters settings that diverge.
-    Where a cell has no such point, those with the most seeds compete and the chosen one says so (`complete` is false).
-    A last tie goes to the point that stands first, so the choice does not depend on chance.
+    Only points with numbers from every seed compete: the mean of the seeds that survived flatters settings that
+    diverge. Where a cell has no such point, those with the most seeds compete and the chosen one says so (`complete`
+    is false). A last tie goes to the point that stands first, so the choice does not depend on chance.
 
     Args:
       points: one row per point, as `frames.points_of` makes it: axis values, means over seeds under `<split>/<metric>`,
@@ -44,12 +44,17 @@ def select_points(points: pd.DataFrame, cell_axes: Sequence[str]) -> pd.DataFram
 
 def rank(points: pd.DataFrame) -> pd.DataFrame:
     """The points, best validation result first; those without one come last."""
-    best_by = [name for name in BEST_BY if name in points and points[name].notna().any()][:1]
-    tie_by = [TIE_BY] if TIE_BY in points else []
-    if not best_by + tie_by:
+    by = selection_metric(points)
+    columns = list(dict.fromkeys(name for name in (by, TIE_BY) if name in points))
+    if not columns:
         return points
-    ascending = [False] * len(best_by) + [True] * len(tie_by)
-    return points.sort_values(best_by + tie_by, ascending=ascending, kind="stable", na_position="last")
+    ascending = [name == TIE_BY for name in columns]
+    return points.sort_values(columns, ascending=ascending, kind="stable", na_position="last")
+
+
+def selection_metric(points: pd.DataFrame) -> str:
+    """What the points are ranked by: the first of `BEST_BY` that was measured, else `TIE_BY`."""
+    return next((name for name in BEST_BY if name in points and points[name].notna().any()), TIE_BY)
 
 
 def _cells(points: pd.DataFrame, cell_axes: Sequence[str]) -> list[pd.DataFrame]:
