@@ -273,7 +273,7 @@ def draw(plot: Plot, frame: SweepFrame, value: str, *, show_valid: bool = False)
                 panel = {**column, **row}
                 axes = canvas.axes(r, c)
                 _draw_panel(axes, plot, panel, value, show_valid=show_valid, label_chance=r == c == 0)
-                axes.set_ylim(*y_limits)
+                _y_axis(axes, value, y_limits)
                 axes.tick_params(labelbottom=r == len(rows) - 1, labelleft=c == 0)
                 if r == 0 and column:
                     axes.set_title(panel_text(column), fontsize=7.5, pad=4)
@@ -322,7 +322,7 @@ def draw_overview(
                 header, x_label = header.removeprefix(", "), plot.x_label
             else:
                 header, x_label = "all cells (line: no gap)", _draw_gap(axes, cells, value)
-            axes.set_ylim(*y_limits)
+            _y_axis(axes, value, y_limits)
             axes.tick_params(labelleft=position % num_columns == 0)
             axes.set_xlabel(x_label, labelpad=2, fontsize=7)
             axes.set_title(header, fontsize=7.5, pad=4)
@@ -358,11 +358,20 @@ def _draw_gap(axes: Axes, cells: pd.DataFrame, value: str) -> str:
                 markeredgewidth=0.4 if complete else 0.9,
                 alpha=0.85,
             )
-    axes.axline((0, 0), slope=1, color=MUTED, lw=0.7, zorder=1)
     low, high = cells[valid].min(), cells[valid].max()
-    pad = 0.08 * ((high - low) or max(abs(high), 1e-3))
-    axes.set_xlim(low - pad, high + pad)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
+    if _is_log(value) and low > 0:
+        pad = max((high / low) ** 0.08, 1.02)
+        low, high = low / pad, high * pad
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator(_round_ticks(low, high)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:.3g}"))
+    else:
+        pad = 0.08 * ((high - low) or max(abs(high), 1e-3))
+        low, high = low - pad, high + pad
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.plot([low, high], [low, high], color=MUTED, lw=0.7, zorder=1)
+    axes.set_xlim(low, high)
     return _value_label(valid, short=True)
 
 
@@ -582,6 +591,7 @@ def _chance_line(axes: Axes, part: pd.DataFrame, value: str, *, labelled: bool) 
                 va="top",
                 fontsize=6.5,
                 color=MUTED,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # over a grid line, it hides that
             )
 
 
@@ -593,10 +603,29 @@ def _y_limits(plots: Sequence[Plot], value: str, show_valid: bool) -> tuple[floa
         if show_valid and (valid := "valid/" + value.split("/")[1]) in plot.data:
             numbers += plot.data[valid].tolist()
     levels = [level for plot in plots for level, _ in _chances(plot.data, value)]
-    finite = [number for number in (*numbers, *levels) if np.isfinite(number)]
+    finite = [number for number in (*numbers, *levels) if np.isfinite(number) and (number > 0 or not _is_log(value))]
+    if not finite:
+        return 0.5, 2.0
     low, high = min(finite), max(finite)
+    if _is_log(value):
+        pad = max((high / low) ** 0.06, 1.02)
+        return low / pad, high * pad
     span = (high - low) or max(abs(high), 1e-3)
     return low - (0.14 if levels and low == min(levels) else 0.06) * span, high + 0.06 * span
+
+
+def _is_log(value: str) -> bool:
+    """A power law of a loss is a straight line on logarithmic axes; an accuracy is read on a linear one."""
+    return value.endswith("/loss")
+
+
+def _y_axis(axes: Axes, value: str, limits: tuple[float, float]) -> None:
+    if _is_log(value):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(FixedLocator(_round_ticks(*limits)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:.3g}"))
+    axes.set_ylim(*limits)
 
 
 def _x_axis(axes: Axes, plot: Plot) -> None:

@@ -146,6 +146,7 @@ class Stores(NamedTuple):
     """The helpers, for tests that need a store of their own."""
 
     write: Callable[..., list[Trial]]
+    trial: Callable[[Mapping[str, Any]], Trial]
     curve: Callable[[Trial], dict[str, float]]
     axes: dict[str, list[Any]]
 
@@ -153,7 +154,7 @@ class Stores(NamedTuple):
 @pytest.fixture(scope="session")
 def stores() -> Stores:
     """Writers of synthetic stores."""
-    return Stores(write_store, curve, SCALING_AXES)
+    return Stores(write_store, make_trial, curve, SCALING_AXES)
 
 
 @pytest.fixture(scope="session")

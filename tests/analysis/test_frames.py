@@ -86,29 +86,31 @@ def test_a_sweep_without_attention_axis_takes_the_variant_from_the_config(stores
     assert load_sweep(Store.open(path)).trials["model.attention"].tolist() == ["softmax", "softmax"]
 
 
-class TestWhichSweep:
-    @pytest.fixture(scope="class")
-    def store(self, stores, tmp_path_factory) -> Store:
-        path = tmp_path_factory.mktemp("several") / "results"
-        stores.write(path, {"model.width": [1, 2]}, name="wide")
-        stores.write(path, {"model.depth": [1, 2]}, name="deep")
-        stores.write(path, {"model.depth": [1]}, name="deep", tiny=True)
-        stores.write(path, {"model.width": [1]}, name="wide")  # asked again with less
-        return Store.open(path)
+@pytest.fixture(scope="module")
+def several(stores, tmp_path_factory) -> Store:
+    path = tmp_path_factory.mktemp("several") / "results"
+    stores.write(path, {"model.width": [1, 2]}, name="wide")
+    stores.write(path, {"model.depth": [1, 2]}, name="deep")
+    stores.write(path, {"model.depth": [1]}, name="deep", tiny=True)
+    stores.write(path, {"model.width": [1]}, name="wide")  # asked again with less
+    return Store.open(path)
 
-    def test_the_latest_request_of_the_latest_sweep_is_taken(self, store):
-        frame = load_sweep(store)
-        assert (frame.sweep, len(frame.trials)) == ("wide", 1)
-        assert frame.other_sweeps == ("deep (tiny)", "deep")
 
-    @pytest.mark.parametrize(("name", "num_trials"), [("deep", 2), ("deep (tiny)", 1), ("wide", 1)])
-    def test_a_name_chooses(self, store, name, num_trials):
-        frame = load_sweep(store, name)
-        assert (frame.sweep, len(frame.trials)) == (name, num_trials)
+def test_the_latest_request_of_the_latest_sweep_is_taken(several):
+    frame = load_sweep(several)
+    assert (frame.sweep, len(frame.trials)) == ("wide", 1)
+    assert frame.other_sweeps == ("deep (tiny)", "deep")
 
-    def test_an_unknown_name_is_refused_with_those_there_are(self, store):
-        with pytest.raises(NothingToShow, match=r"results: no sweep is called 'dep'; choose one of \['wide', 'deep"):
-            load_sweep(store, "dep")
+
+@pytest.mark.parametrize(("name", "num_trials"), [("deep", 2), ("deep (tiny)", 1), ("wide", 1)])
+def test_a_name_chooses(several, name, num_trials):
+    frame = load_sweep(several, name)
+    assert (frame.sweep, len(frame.trials)) == (name, num_trials)
+
+
+def test_an_unknown_name_is_refused_with_those_there_are(several):
+    with pytest.raises(NothingToShow, match=r"results: no sweep is called 'dep'; choose one of \['wide', 'deep"):
+        load_sweep(several, "dep")
 
 
 def test_an_empty_store_says_what_to_do(tmp_path):
