@@ -488,7 +488,7 @@ def _print_drawn(title: str, parts: Sequence[str | _Table], out: IO[str]) -> Non
                 part.total[index] if part.total else "",
                 justify="left" if index < part.num_left else "right",
                 no_wrap=index != part.folded,
-                overflow="fold",
+                overflow="fold" if index == part.folded else "ellipsis",
             )
         for row in part.rows:
             table.add_row(*map(Text, row))

@@ -251,8 +251,20 @@ def test_tables_are_drawn_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
     text = out.getvalue()
     assert "1,944 trials = 81 cells × 8 hyperparameter settings × 3 seeds" in text
     assert "───" in text
-    assert "78,125–312,500" in text  # not folded
+    assert "78,125–312,500" in text
     assert text.count("softmax") == 1 + 9
+
+
+def test_a_narrow_terminal_never_breaks_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    spec = load_sweep(SCALING)
+    trials = expand(spec)
+    out = Terminal()
+    print_plan(make_plan(spec, trials, "results", read_store("nowhere", trials), DEVICES["h100"], 8), out)
+    table = out.getvalue().split("───")[-1].split("total")[0].splitlines()[1:]
+    assert any("…" in line for line in table)
+    assert sum(line.startswith((" soft", " line", " hyla")) for line in table) == 27
+    assert all(line.startswith((" soft", " line", " hyla")) for line in table if line.strip(" \x1b[1m"))
 
 
 def test_a_sweep_without_axes_is_one_trial(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
