@@ -1,7 +1,7 @@
 """What a person, or a program with `--json`, sees while a sweep runs.
 
-A `Tracker` knows the state of every trial: from the driver's events when something ends, from the store's claims how far
-the running ones are. A view shows it: a live panel in a terminal, plain lines elsewhere, JSON lines for programs.
+A `Tracker` knows the state of every trial: from the driver's events when something ends, from the store's claims how
+far the running ones are. A view shows it: a live panel in a terminal, plain lines elsewhere, JSON lines for programs.
 """
 
 import json
@@ -440,7 +440,7 @@ class LiveView:
                 table.add_column(name, justify="right", no_wrap=True)
             for pack in snapshot.running[:room]:
                 several = f"  ×{pack.num_trials}" if pack.num_trials > 1 else ""
-                step = "compiling" if not pack.step else f"{pack.step:,}/{pack.num_steps:,}"
+                step = f"{pack.step:,}/{pack.num_steps:,}" if pack.steps_per_s else "compiling"
                 table.add_row(
                     (pack.label or "the trial") + several, step, _loss_text(pack.losses), _speed_text(pack.steps_per_s)
                 )
@@ -452,7 +452,8 @@ class LiveView:
             parts.append(Text(text, style="red", no_wrap=True, overflow="ellipsis"))
         if snapshot.note:
             parts.append(Text(snapshot.note, style="yellow"))
-        return Panel(Group(*parts), title=self._title, subtitle=self._subtitle, title_align="left", height=None)
+        # The cursor rests on a line of its own: there, the terminal's ^C does not wrap and shift what is redrawn.
+        return Group(Panel(Group(*parts), title=self._title, subtitle=self._subtitle, title_align="left"), Text())
 
 
 def _bar(counts: Counts) -> Any:
@@ -477,12 +478,12 @@ def _bar(counts: Counts) -> Any:
     return Bar()
 
 
-def make_view(title: str, subtitle: str, *, as_json: bool, out: IO[str] | None = None) -> View:
-    """The view that suits where the output goes."""
+def make_view(title: str, subtitle: str, *, as_json: bool, live: bool = True, out: IO[str] | None = None) -> View:
+    """The view that suits where the output goes; without `live`, never a panel."""
     out = sys.stdout if out is None else out
     if as_json:
         return JsonView(out)
-    if out.isatty():
+    if live and out.isatty():
         from rich.console import Console
 
         console = Console(file=out)

@@ -1,4 +1,4 @@
-"""Where a result comes from: which code, which versions. Recorded beside every attempt, never part of a trial's identity.
+"""Where a result comes from: which code and versions. Recorded beside every attempt, never part of a trial's identity.
 
 The driver says which code a request means; a worker says what it runs, and checks that it is that very code. Host,
 process and account are filled in by the store.

@@ -21,6 +21,7 @@ class Stop:
         self._grace_s = grace_s
         self._event = threading.Event()
         self._since = 0.0
+        self.rearm: Callable[[], None] = lambda: None  # takes the signals back from a library that took them
         self.signum: int | None = None
         self.broken: str | None = None  # the error by which the sweep itself is broken
 
@@ -77,10 +78,16 @@ def on_signals(stop: Stop, end_now: Callable[[], None]) -> Iterator[None]:
 
     previous = {signum: signal.getsignal(signum) for signum in SIGNALS}
     handled = [signum for signum, handler in previous.items() if handler is not signal.SIG_IGN]
-    for signum in handled:
-        signal.signal(signum, handle)
+
+    def arm() -> None:
+        for signum in handled:
+            signal.signal(signum, handle)
+
+    arm()
+    stop.rearm = arm
     try:
         yield
     finally:
+        stop.rearm = lambda: None
         for signum in handled:
             signal.signal(signum, previous[signum] or signal.SIG_DFL)

@@ -1,8 +1,8 @@
 """What a worker does with one pack: claims its trials, goes on from their checkpoints, trains, writes and seals.
 
 Idempotent: whoever runs a pack, and however often, finished trials stay, and the others go on from where the store
-has them. Errors of the training end up in the store; none leaves `run_pack`. This module imports neither jax nor ray, so
-that what JAX reads from the environment can be set before it is imported.
+has them. Errors of the training end up in the store; none leaves `run_pack`. This module imports neither jax nor ray,
+so that what JAX reads from the environment can be set before it is imported.
 """
 
 import contextlib
@@ -73,9 +73,7 @@ def run_pack(pack: Pack, job: PackJob, should_stop: Callable[[], bool] = lambda:
     try:
         if (here := provenance.loaded_code_hash()) != job.provenance["code_hash"]:
             wanted = job.provenance["code_hash"]
-            return PackOutcome(
-                left, f"this worker has other code ({here}) than the run ({wanted}); restart the cluster"
-            )
+            return PackOutcome(left, f"this worker runs code {here}, not {wanted} as the run; restart the cluster")
         prepare_jax(job.resources)
         store = _store(job.store)
         stopping = _Stopping(store, job.run_id, should_stop)
@@ -187,11 +185,11 @@ class _PackRun:
         facts |= {"run_id": self._job.run_id, "pack_id": self._pack.pack_id}
         for trial in self._pack.trials:
             state = states.get(trial.trial_id)
-            if state is not None and state.status in FINAL:
-                # A pack that lost its worker comes here twice: what this run has trained again is not to be repeated.
-                if trial.trial_id not in self._job.retry or state.run_id == self._job.run_id:
-                    self._statuses[trial.trial_id] = state.status
-                    continue
+            # A pack that lost its worker comes here twice: what this run has trained again is not to be repeated.
+            again = trial.trial_id in self._job.retry and state is not None and state.run_id != self._job.run_id
+            if state is not None and state.status in FINAL and not again:
+                self._statuses[trial.trial_id] = state.status
+                continue
             num_steps = trial.config.data.num_steps
             writer = self._store.begin(trial.trial_id, trial.config.flat(), facts, 0, num_steps, _counts(trial.config))
             if writer is not None:

@@ -9,11 +9,12 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from sweeps import provenance
 from sweeps.cluster import machine
@@ -66,6 +67,38 @@ class _Overdue(Exception):
     """Workers did not stop within the time they had."""
 
 
+def find_cluster(address: str | None) -> str | None:
+    """Where to run.
+
+    Args:
+      address: as the user gave it: of a cluster, `local` for a Ray of our own, or None for the cluster around, if any.
+
+    Returns:
+      The address of a cluster; None for a Ray of our own on this machine.
+    """
+    if address is not None:
+        return None if address == "local" else address
+    if around := os.environ.get("RAY_ADDRESS"):
+        return None if around == "local" else around
+    # Written by `ray start`, and so on every node of a cluster that `ray up` started.
+    for root in dict.fromkeys([tempfile.gettempdir(), "/tmp"]):
+        with contextlib.suppress(OSError):
+            found = Path(root, "ray", "ray_current_cluster").read_text().strip()
+            if _answers(found):
+                return found
+    return None
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens there: the file outlives a cluster that was killed."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=2):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
 def check_local_resources(resources: Resources) -> None:
     """Refuses what this machine does not have, before anything is started.
 
@@ -106,7 +139,7 @@ def run_packs(
     Raises:
       ClusterError: the cluster cannot be reached, or no node of it has the resources.
     """
-    with _temporary_folder() as folder, _ray(folder, address):
+    with _temporary_folder() as folder, _ray(folder, address, stop):
         if address is not None:
             _refuse_infeasible(resources, *_cluster_nodes(address))
         if stop.requested:
@@ -116,7 +149,7 @@ def run_packs(
 
 def end_now() -> None:
     """Ends a Ray of our own without waiting for anything, and removes its folder; for a process about to exit."""
-    for pid in _child_pids():
+    for pid in _descendants(os.getpid()):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     for folder in Path(tempfile.gettempdir()), Path("/tmp"):
@@ -159,7 +192,7 @@ def _remove_abandoned(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _ray(folder: Path, address: str | None) -> Iterator[None]:
+def _ray(folder: Path, address: str | None, stop: Stop) -> Iterator[None]:
     """A connection to Ray; one of our own ends with it."""
     os.environ.update(_QUIET)
     import ray
@@ -179,17 +212,21 @@ def _ray(folder: Path, address: str | None) -> Iterator[None]:
             "object_store_memory": _OBJECT_STORE_BYTES,
             "_temp_dir": str(folder / "ray"),
         }
+        # How long Ray's helpers outlive a driver that was killed: on one machine, nothing is gained by a long wait.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
     else:
         arguments["address"] = address
     try:
         with _own_process_groups():
             ray.init(**arguments)
+    except SystemExit:  # what Ray makes of SIGTERM
+        stop.by_signal(signal.SIGTERM)
     except Exception as error:
         ray.shutdown()
         where = "Ray could not be started" if address is None else f"--address {address}: no Ray cluster answers there"
         raise ClusterError(f"{where}: {_first_line(error)}") from error
+    stop.rearm()
     try:
-        # Tune's own loggers are set up by its import.
         logging.getLogger("ray").setLevel(logging.CRITICAL)
         yield
     finally:
@@ -214,19 +251,24 @@ def _own_process_groups() -> Iterator[None]:
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **{"process_group": 0, **kwargs})
 
-    services.ConsolePopen = OwnGroup
+    setattr(services, "ConsolePopen", OwnGroup)  # noqa: B010 (mypy refuses a plain assignment to a class)
     try:
         yield
     finally:
-        services.ConsolePopen = original
+        setattr(services, "ConsolePopen", original)  # noqa: B010
 
 
-def _child_pids() -> list[int]:
-    pids: list[int] = []
-    for task in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            pids += [int(pid) for pid in task.read_text().split()]
-    return pids
+def _descendants(pid: int) -> list[int]:
+    """Processes that a process started, and that these did, where the system has /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.parent.name))
+    found = list(children.get(pid, []))
+    for child in found:
+        found += children.get(child, [])
+    return found
 
 
 def _cluster_nodes(address: str) -> tuple[list[dict[str, float]], str]:
@@ -263,6 +305,16 @@ def _refuse_infeasible(resources: Resources, nodes: Sequence[dict[str, float]], 
 # --- Tune ------------------------------------------------------------------------------------------------------------
 
 
+class _NotSaved:
+    """Tune writes its settings to disk for a restore that never happens; live objects leave nothing there."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return object, ()
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self
+
+
 class _Slots(NamedTuple):
     """How many packs run at once, and how many Tune keeps waiting."""
 
@@ -294,7 +346,7 @@ def _fit(
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(slots.pending)
     from ray import tune
 
-    class InOrder(tune.search.Searcher):
+    class InOrder(_NotSaved, tune.search.Searcher):
         """Hands out packs one by one, in order, and none once a stop is requested."""
 
         def __init__(self) -> None:
@@ -316,7 +368,7 @@ def _fit(
         def restore(self, checkpoint_path: str) -> None:
             """See `save`."""
 
-    class Forward(tune.Callback):
+    class Forward(_NotSaved, tune.Callback):
         """Tells `events` what happens to packs."""
 
         def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
