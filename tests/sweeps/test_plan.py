@@ -218,6 +218,19 @@ def test_a_damaged_part_is_named_and_counts_as_missing(sweep: Path, plan_json: P
     assert str(part) in damage
 
 
+def test_long_lists_are_cut_short_in_the_text(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store.create("results")
+    for trial in expand(load_sweep(sweep))[:8]:
+        (store.path / "trials" / f"{trial.trial_id}-1.parquet").write_bytes(b"")
+    widths = ", ".join(map(str, range(1, 33)))
+    assert main(["plan", str(sweep), "--set", f"axes.model.width=[{widths}]", "--set", "run.max_pack_size=99"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("passed over: ") for line in lines) == 5
+    assert "… and 3 more parts of the store that cannot be read; --json lists all" in lines
+    assert sum(line.startswith(("softmax  ", "hyla  ")) for line in lines) == 60
+    assert "… and 68 more rows; --json lists all" in lines  # 2 variants × 2 depths × 32 widths are 128 shapes
+
+
 def test_text_for_a_reader_without_a_terminal(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store.create("results")
     finish(store, expand(load_sweep(sweep))[0], 1.0)
