@@ -21,6 +21,9 @@ from sweeps.spec import SEED_AXES, RunConfig, SweepSpec, load_sweep
 MAX_ROWS = 60
 """Shapes shown in the table; --json lists all of them."""
 
+MAX_DAMAGED = 5
+"""Unreadable parts named in the text."""
+
 MAX_TIMED_PER_SHAPE = 8
 MAX_TIMED_OTHERS = 50
 """Finished trials whose timings are read, of each shape of the sweep and of other sweeps in the store."""
@@ -342,10 +345,14 @@ def print_plan(plan: Plan, out: IO[str]) -> None:
     spec = plan.spec
     title = f"{spec.name}{' (tiny)' if spec.tiny else ''}: {spec.path} → {plan.store}"
     parts: list[str | _Table] = [_axes_table(plan), _trials_text(plan), _shapes_table(plan)]
-    if hidden := len(plan.shapes) - MAX_ROWS:
-        parts += [f"… and {hidden:,} more rows; --json lists all"] if hidden > 0 else []
+    if (hidden := len(plan.shapes) - MAX_ROWS) > 0:
+        parts.append(f"… and {hidden:,} more rows; --json lists all")
     parts.append(_cost_text(plan))
-    parts += [f"passed over in {plan.store}: {damage}" for damage in plan.damaged]
+    if plan.damaged:
+        lines = [f"passed over: {damage}" for damage in plan.damaged[:MAX_DAMAGED]]
+        if hidden := len(plan.damaged) - len(lines):
+            lines.append(f"… and {hidden:,} more parts of the store that cannot be read; --json lists all")
+        parts.append("\n".join(lines))
     if out.isatty():
         _print_drawn(title, parts, out)
     else:
@@ -488,7 +495,7 @@ def _print_drawn(title: str, parts: Sequence[str | _Table], out: IO[str]) -> Non
                 part.total[index] if part.total else "",
                 justify="left" if index < part.num_left else "right",
                 no_wrap=index != part.folded,
-                overflow="fold",
+                overflow="fold" if index == part.folded else "ellipsis",
             )
         for row in part.rows:
             table.add_row(*map(Text, row))

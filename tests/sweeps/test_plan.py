@@ -218,6 +218,19 @@ def test_a_damaged_part_is_named_and_counts_as_missing(sweep: Path, plan_json: P
     assert str(part) in damage
 
 
+def test_long_lists_are_cut_short_in_the_text(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store.create("results")
+    for trial in expand(load_sweep(sweep))[:8]:
+        (store.path / "trials" / f"{trial.trial_id}-1.parquet").write_bytes(b"")
+    widths = ", ".join(map(str, range(1, 33)))
+    assert main(["plan", str(sweep), "--set", f"axes.model.width=[{widths}]", "--set", "run.max_pack_size=99"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("passed over: ") for line in lines) == 5
+    assert "… and 3 more parts of the store that cannot be read; --json lists all" in lines
+    assert sum(line.startswith(("softmax  ", "hyla  ")) for line in lines) == 60
+    assert "… and 68 more rows; --json lists all" in lines  # 2 variants × 2 depths × 32 widths are 128 shapes
+
+
 def test_text_for_a_reader_without_a_terminal(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store.create("results")
     finish(store, expand(load_sweep(sweep))[0], 1.0)
@@ -251,8 +264,20 @@ def test_tables_are_drawn_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
     text = out.getvalue()
     assert "1,944 trials = 81 cells × 8 hyperparameter settings × 3 seeds" in text
     assert "───" in text
-    assert "78,125–312,500" in text  # not folded
+    assert "78,125–312,500" in text
     assert text.count("softmax") == 1 + 9
+
+
+def test_a_narrow_terminal_never_breaks_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    spec = load_sweep(SCALING)
+    trials = expand(spec)
+    out = Terminal()
+    print_plan(make_plan(spec, trials, "results", read_store("nowhere", trials), DEVICES["h100"], 8), out)
+    table = out.getvalue().split("───")[-1].split("total")[0].splitlines()[1:]
+    assert any("…" in line for line in table)
+    assert sum(line.startswith((" soft", " line", " hyla")) for line in table) == 27
+    assert all(line.startswith((" soft", " line", " hyla")) for line in table if line.strip(" \x1b[1m"))
 
 
 def test_a_sweep_without_axes_is_one_trial(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
