@@ -300,16 +300,19 @@ def _encode(table: str, rows: pa.Table) -> bytes:
         else {"compression": "zstd"}
     )
     with pq.ParquetWriter(sink, rows.schema, store_schema=False, write_page_checksum=True, **options) as writer:
-        marks = {"table": table, "schema_version": str(SCHEMA_VERSION), "checksum": _checksum(rows.schema, len(rows))}
+        marks = {
+            "table": table,
+            "schema_version": str(SCHEMA_VERSION),
+            "checksum": _checksum(rows.column_names, len(rows)),
+        }
         writer.add_key_value_metadata({f"hyla.{name}": value for name, value in marks.items()})
         writer.write_table(rows)
     return sink.getvalue().to_pybytes()
 
 
-def _checksum(schema: pa.Schema, num_rows: int) -> str:
-    """Of what a file says about its columns; the values have checksums of their own, in their pages."""
-    text = ",".join([f"{name}:{kind}" for name, kind in zip(schema.names, schema.types, strict=True)])
-    return f"{zlib.crc32(f'{num_rows},{text}'.encode()):08x}"
+def _checksum(names: Sequence[str], num_rows: int) -> str:
+    """Of what a file says of its shape; the values have checksums of their own, in their pages."""
+    return f"{zlib.crc32(json.dumps([num_rows, *names]).encode()):08x}"
 
 
 class _Damaged(Exception):
@@ -348,7 +351,7 @@ def _decode(table: str, path: Path, columns: Sequence[str] | None = None) -> pa.
         raise StoreError(
             f"{path}: schema version {version} is newer than this code reads ({SCHEMA_VERSION}); update the code"
         )
-    if marks.get(b"hyla.checksum") != _checksum(schema, file.metadata.num_rows).encode():
+    if marks.get(b"hyla.checksum") != _checksum(schema.names, file.metadata.num_rows).encode():
         raise _Damaged("its description of the columns was changed")
     if missing := [name for name in _REQUIRED[table] if name not in types]:
         raise _Damaged(f"columns missing: {', '.join(missing)}")
