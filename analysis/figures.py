@@ -350,15 +350,7 @@ def _draw_gap(axes: Axes, cells: pd.DataFrame, value: str, y_limits: tuple[float
         style = style_of(variant)
         for complete, group in rows.groupby("complete"):
             axes.plot(
-                group[valid],
-                group["mean"],
-                linestyle="",
-                marker=style.marker,
-                markersize=0.8 * _marker_size(style),
-                markerfacecolor=style.color if complete else "white",
-                markeredgecolor="white" if complete else style.color,
-                markeredgewidth=0.4 if complete else 0.9,
-                alpha=0.85,
+                group[valid], group["mean"], **_marker(style, hollow=not complete, scale=0.8), linestyle="", alpha=0.85
             )
     low, high = _padded(cells[valid].min(), cells[valid].max(), _is_log(value))
     low, high = min(low, y_limits[0]), max(high, y_limits[1])  # the diagonal, where both splits agree, is in view
@@ -544,12 +536,8 @@ def _draw_panel(
             axes.plot(
                 group["x"],
                 group["mean"],
+                **_marker(style, hollow=not complete, scale=1 if on_line else 0.75),
                 linestyle="",
-                marker=style.marker,
-                markersize=_marker_size(style) * (1 if on_line else 0.75),
-                markerfacecolor=style.color if complete else "white",
-                markeredgecolor="white" if complete else style.color,
-                markeredgewidth=0.4 if complete else 0.9,
                 alpha=1 if on_line else 0.45,
                 zorder=5 if on_line else 3.7,
             )
@@ -557,8 +545,16 @@ def _draw_panel(
     _x_axis(axes, plot)
 
 
-def _marker_size(style: VariantStyle) -> float:
-    return {"D": 4.2, "s": 4.6, "*": 7, "P": 5.6, "X": 5.6}.get(style.marker, 5)
+def _marker(style: VariantStyle, *, hollow: bool = False, scale: float = 1) -> dict[str, Any]:
+    """Options of a variant's marker; hollow says that seeds are missing."""
+    size = {"D": 4.2, "s": 4.6, "*": 7, "P": 5.6, "X": 5.6}.get(style.marker, 5)  # alike to the eye
+    return {
+        "marker": style.marker,
+        "markersize": size * scale,
+        "markerfacecolor": "white" if hollow else style.color,
+        "markeredgecolor": style.color if hollow else "white",
+        "markeredgewidth": 0.9 if hollow else 0.4,
+    }
 
 
 def _chances(part: pd.DataFrame, value: str) -> list[tuple[float, str]]:
@@ -707,19 +703,7 @@ def _legend(plots: Sequence[Plot], *, show_valid: bool) -> list[Any]:
     handles: list[Any] = []
     for variant in variants(data):
         style = style_of(variant)
-        handles.append(
-            Line2D(
-                [],
-                [],
-                color=style.color,
-                lw=1.4,
-                marker=style.marker,
-                markersize=_marker_size(style),
-                markeredgecolor="white",
-                markeredgewidth=0.4,
-                label=style.label,
-            )
-        )
+        handles.append(Line2D([], [], color=style.color, lw=1.4, label=style.label, **_marker(style)))
     if (data["num_seeds"] > 1).any():
         handles.append(Patch(color=MUTED, alpha=0.25, linewidth=0, label="range of seeds"))
     if show_valid:
