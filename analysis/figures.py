@@ -18,11 +18,13 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from numpy.typing import NDArray
 
 from analysis.fits import LETTERS, FitResult, fit_power_law
 from analysis.frames import ATTENTION, SweepFrame
@@ -321,7 +323,7 @@ def draw_overview(
                 header = panel_text(panel) + (", all sizes" if plot.spec.frontier else "")
                 header, x_label = header.removeprefix(", "), plot.x_label
             else:
-                header, x_label = "all cells (line: no gap)", _draw_gap(axes, cells, value)
+                header, x_label = "all cells (line: no gap)", _draw_gap(axes, cells, value, y_limits)
             _y_axis(axes, value, y_limits)
             axes.tick_params(labelleft=position % num_columns == 0)
             axes.set_xlabel(x_label, labelpad=2, fontsize=7)
@@ -336,7 +338,7 @@ def has_gap(cells: pd.DataFrame, value: str) -> bool:
     return split != "valid" and f"valid/{metric}" in cells and bool(cells[f"valid/{metric}"].notna().any())
 
 
-def _draw_gap(axes: Axes, cells: pd.DataFrame, value: str) -> str:
+def _draw_gap(axes: Axes, cells: pd.DataFrame, value: str, y_limits: tuple[float, float]) -> str:
     """Every cell, held-out against in-distribution; generalisation falls short below the diagonal.
 
     Returns:
@@ -348,29 +350,16 @@ def _draw_gap(axes: Axes, cells: pd.DataFrame, value: str) -> str:
         style = style_of(variant)
         for complete, group in rows.groupby("complete"):
             axes.plot(
-                group[valid],
-                group["mean"],
-                linestyle="",
-                marker=style.marker,
-                markersize=0.8 * _marker_size(style),
-                markerfacecolor=style.color if complete else "white",
-                markeredgecolor="white" if complete else style.color,
-                markeredgewidth=0.4 if complete else 0.9,
-                alpha=0.85,
+                group[valid], group["mean"], **_marker(style, hollow=not complete, scale=0.8), linestyle="", alpha=0.85
             )
-    low, high = cells[valid].min(), cells[valid].max()
-    if _is_log(value) and low > 0:
-        pad = max((high / low) ** 0.08, 1.02)
-        low, high = low / pad, high * pad
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator(_round_ticks(low, high)))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:.3g}"))
-    else:
-        pad = 0.08 * ((high - low) or max(abs(high), 1e-3))
-        low, high = low - pad, high + pad
-        axes.xaxis.set_major_locator(MaxNLocator(4))
+    low, high = _padded(cells[valid].min(), cells[valid].max(), _is_log(value))
+    low, high = min(low, y_limits[0]), max(high, y_limits[1])  # the diagonal, where both splits agree, is in view
     axes.plot([low, high], [low, high], color=MUTED, lw=0.7, zorder=1)
+    if _is_log(value):
+        axes.set_xscale("log")
+        _set_ticks(axes.xaxis, _round_ticks(low, high))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.set_xlim(low, high)
     return _value_label(valid, short=True)
 
@@ -547,12 +536,8 @@ def _draw_panel(
             axes.plot(
                 group["x"],
                 group["mean"],
+                **_marker(style, hollow=not complete, scale=1 if on_line else 0.75),
                 linestyle="",
-                marker=style.marker,
-                markersize=_marker_size(style) * (1 if on_line else 0.75),
-                markerfacecolor=style.color if complete else "white",
-                markeredgecolor="white" if complete else style.color,
-                markeredgewidth=0.4 if complete else 0.9,
                 alpha=1 if on_line else 0.45,
                 zorder=5 if on_line else 3.7,
             )
@@ -560,8 +545,16 @@ def _draw_panel(
     _x_axis(axes, plot)
 
 
-def _marker_size(style: VariantStyle) -> float:
-    return {"D": 4.2, "s": 4.6, "*": 7, "P": 5.6, "X": 5.6}.get(style.marker, 5)
+def _marker(style: VariantStyle, *, hollow: bool = False, scale: float = 1) -> dict[str, Any]:
+    """Options of a variant's marker; hollow says that seeds are missing."""
+    size = {"D": 4.2, "s": 4.6, "*": 7, "P": 5.6, "X": 5.6}.get(style.marker, 5)  # alike to the eye
+    return {
+        "marker": style.marker,
+        "markersize": size * scale,
+        "markerfacecolor": "white" if hollow else style.color,
+        "markeredgecolor": style.color if hollow else "white",
+        "markeredgewidth": 0.9 if hollow else 0.4,
+    }
 
 
 def _chances(part: pd.DataFrame, value: str) -> list[tuple[float, str]]:
@@ -607,11 +600,17 @@ def _y_limits(plots: Sequence[Plot], value: str, show_valid: bool) -> tuple[floa
     if not finite:
         return 0.5, 2.0
     low, high = min(finite), max(finite)
-    if _is_log(value):
+    if levels and low == min(levels):
+        low -= 0.08 * (high - low)
+    return _padded(low, high, _is_log(value))
+
+
+def _padded(low: float, high: float, log: bool) -> tuple[float, float]:
+    if log:
         pad = max((high / low) ** 0.06, 1.02)
         return low / pad, high * pad
-    span = (high - low) or max(abs(high), 1e-3)
-    return low - (0.14 if levels and low == min(levels) else 0.06) * span, high + 0.06 * span
+    pad = 0.06 * ((high - low) or max(abs(high), 1e-3))
+    return low - pad, high + pad
 
 
 def _is_log(value: str) -> bool:
@@ -622,28 +621,38 @@ def _is_log(value: str) -> bool:
 def _y_axis(axes: Axes, value: str, limits: tuple[float, float]) -> None:
     if _is_log(value):
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(FixedLocator(_round_ticks(*limits)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:.3g}"))
+        _set_ticks(axes.yaxis, _round_ticks(*limits))
     axes.set_ylim(*limits)
 
 
 def _x_axis(axes: Axes, plot: Plot) -> None:
     """Logarithmic, with ticks at the values or at round numbers, alike in all panels of a figure."""
     xs = np.sort(plot.data["x"].dropna().unique())
-    low, high = xs[0], xs[-1]
-    pad = (high / low) ** 0.08
+    pad = (xs[-1] / xs[0]) ** 0.08
+    low, high = xs[0] / pad, xs[-1] * pad
     axes.set_xscale("log")
-    axes.set_xlim(low / pad, high * pad)
+    axes.set_xlim(low, high)
     at_values = plot.spec.ticks == "values" or _has_fractions(plot)
-    ticks = xs.tolist() if at_values else _round_ticks(low / pad, high * pad)
-    texts = _tick_texts(plot, ticks)
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda tick, position: texts[position] if position is not None else "")
-    )
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    ticks = _thinned(xs, 0.2 if _has_fractions(plot) else 0.07) if at_values else _round_ticks(low, high)
+    _set_ticks(axes.xaxis, ticks, _tick_texts(plot, ticks))
+
+
+def _set_ticks(axis: Axis, ticks: Sequence[float], texts: Sequence[str] | None = None) -> None:
+    """Puts ticks in these places of a logarithmic axis and nowhere else."""
+    names = dict(zip(ticks, texts or [f"{tick:.3g}" for tick in ticks], strict=True))
+    axis.set_major_locator(FixedLocator(list(ticks)))
+    axis.set_major_formatter(FuncFormatter(lambda tick, _: names.get(tick, "")))
+    axis.set_minor_locator(NullLocator())
+
+
+def _thinned(xs: NDArray[np.float64], min_gap: float) -> list[float]:
+    """The ascending numbers without those that come closer than a share of the logarithmic range to a larger one."""
+    kept: list[float] = []
+    gap = min_gap * np.log(xs[-1] / xs[0])
+    for x in xs[::-1].tolist():
+        if not kept or np.log(kept[-1] / x) >= gap:
+            kept.append(x)
+    return kept[::-1]
 
 
 def _has_fractions(plot: Plot) -> bool:
@@ -694,19 +703,7 @@ def _legend(plots: Sequence[Plot], *, show_valid: bool) -> list[Any]:
     handles: list[Any] = []
     for variant in variants(data):
         style = style_of(variant)
-        handles.append(
-            Line2D(
-                [],
-                [],
-                color=style.color,
-                lw=1.4,
-                marker=style.marker,
-                markersize=_marker_size(style),
-                markeredgecolor="white",
-                markeredgewidth=0.4,
-                label=style.label,
-            )
-        )
+        handles.append(Line2D([], [], color=style.color, lw=1.4, label=style.label, **_marker(style)))
     if (data["num_seeds"] > 1).any():
         handles.append(Patch(color=MUTED, alpha=0.25, linewidth=0, label="range of seeds"))
     if show_valid:

@@ -155,7 +155,7 @@ def points_of(frame: SweepFrame, value: str) -> pd.DataFrame:
     facts = [name for name in (*CONFIG_COLUMNS, "num_non_embedding_params", "train_flops") if name not in frame.axes]
     rows = []
     for _, trials in _groups(frame.trials, frame.point_axes):
-        counted = trials[(trials["status"] == FINISHED) & trials[value].notna()]
+        counted = trials[trials[value].notna()]  # finished ones: no other has a final value
         values = counted[value].to_numpy(dtype=float)
         rest = trials.drop(counted.index)["status"].replace(FINISHED, NOT_EVALUATED).value_counts()
         rows.append(

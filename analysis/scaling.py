@@ -375,7 +375,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (NothingToShow, StoreError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(json.dumps(_json_ready(report), ensure_ascii=False) if args.json else report_text(report))
+    try:
+        print(json.dumps(_json_ready(report), ensure_ascii=False) if args.json else report_text(report), flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -251,3 +251,26 @@ def test_round_ticks_lie_inside_and_are_few(low, high, expected):
     assert 2 <= len(ticks) <= 6
     if len(expected) > 2 or high / low < 1.5:
         np.testing.assert_allclose(ticks, expected)
+
+
+def test_ticks_too_close_to_a_larger_one_are_left_out():
+    assert figures._thinned(np.array([0.1, 0.25, 0.5, 0.9, 1.0]), 0.2) == [0.1, 0.25, 0.5, 1.0]
+    assert figures._thinned(np.array([1.0, 2.0, 4.0, 8.0, 16.0]), 0.2) == [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+@pytest.mark.parametrize("value", [VALUE, "ood/loss"])
+def test_the_overview_ends_with_held_out_against_in_distribution(scaling, value):
+    frame, _ = scaling
+    cells = cells_of(frame, value)
+    plots = [figures.plot_data(cells, spec, frame, value) for spec in figures.FIGURES]
+    figure = figures.draw_overview(plots, cells, frame, value)
+    assert len(figure.axes) == 6
+    gap = figure.axes[-1]
+    hyla = next(line for line in gap.lines if line.get_marker() == "D")
+    rows = cells[cells["model.attention"] == "hyla"]
+    np.testing.assert_array_equal(hyla.get_xydata(), rows[["valid/" + value.split("/")[1], "mean"]])
+    (low, high), (bottom, top) = gap.get_xlim(), gap.get_ylim()
+    assert low <= bottom < top <= high  # so that the diagonal crosses the panel
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles[:2] == ["training fraction 1, depth 2", "training fraction 1, width 2"]
+    assert titles[2:4] == ["training fraction 1, all sizes", "all sizes"]

@@ -80,6 +80,19 @@ def test_a_lost_evaluation_is_missing_and_not_zero(stores, tmp_path):
     assert trials[0].trial_id in frame.damaged[0]
 
 
+def test_an_evaluation_before_the_last_step_does_not_stand_in_for_the_final_one(stores, tmp_path):
+    path = tmp_path / "results"
+    trials = stores.write(path, {"seed": [0, 1]}, status=lambda trial: None if trial.axes["seed"] else "finished")
+    writer = Store.open(path).begin(
+        trials[1].trial_id, trials[1].config.flat(), {"run_id": "run"}, start_step=0, num_steps=1200, counts={}
+    )
+    writer.add([(600, "ood", "accuracy", 0.9)])
+    writer.seal("finished", step=1200)
+    frame = load_sweep(Store.open(path))
+    assert frame.trials["status"].tolist() == ["finished", "finished without evaluation"]
+    assert points_of(frame, VALUE)["seed_values"].tolist() == [(stores.curve(trials[0])[VALUE],)]
+
+
 def test_a_sweep_without_attention_axis_takes_the_variant_from_the_config(stores, tmp_path):
     path = tmp_path / "results"
     stores.write(path, {"model.width": [1, 2]}, status=lambda t: "finished" if t.axes["model.width"] == 1 else None)

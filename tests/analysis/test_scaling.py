@@ -222,5 +222,15 @@ def test_the_script_runs_from_anywhere_and_imports_neither_jax_nor_ray(stores, t
     assert (tmp_path / "figures" / "sraven-scaling--tiny" / "width.png").exists()
 
 
+def test_a_reader_that_leaves_early_is_no_error(stores, tmp_path):
+    stores.write(tmp_path / "r", {"seed": [0]})
+    command = [sys.executable, "-m", "analysis.scaling", str(tmp_path / "r"), "--out", str(tmp_path / "f")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
+    assert (tmp_path / "f" / "cells.csv").exists()
+
+
 def test_no_module_is_named_like_a_standard_one():
     assert not {path.stem for path in (ROOT / "analysis").glob("*.py")} & set(sys.stdlib_module_names)
