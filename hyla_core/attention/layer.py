@@ -53,8 +53,8 @@ class Attention(nn.Module):
         key = self._heads("key", self.qk_dim)(inputs)
         value = self._heads("value", self.v_dim)(inputs)
         if self.normalize_qk:
-            query = nn.LayerNorm(use_bias=False, dtype=self.dtype, name="query_ln")(query)
-            key = nn.LayerNorm(use_bias=False, dtype=self.dtype, name="key_ln")(key)
+            query = nn.LayerNorm(epsilon=1e-6, use_bias=False, dtype=self.dtype, name="query_ln")(query)
+            key = nn.LayerNorm(epsilon=1e-6, use_bias=False, dtype=self.dtype, name="key_ln")(key)
 
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
         scores = scores / jnp.sqrt(self.qk_dim // self.num_heads).astype(jnp.float32)
