@@ -6,6 +6,7 @@ others are properties. Imports neither jax nor flax.
 
 import hashlib
 import json
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -26,6 +27,7 @@ from hyla_core.attention.variants import VARIANTS
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_EXAMPLES = 2**32  # examples are numbered by an unsigned 32-bit integer
+NUM_SRAVEN_RULES = 8  # length of tasks.sraven.RULES
 
 
 class Config(BaseModel):
@@ -55,6 +57,17 @@ class SravenConfig(Config):
                 "the distinct values that the rule 'distribute three' needs"
             )
         return self
+
+    @property
+    def num_combinations(self) -> int:
+        """Multisets of num_features rules."""
+        return math.comb(self.num_features + NUM_SRAVEN_RULES - 1, self.num_features)
+
+    @property
+    def num_held_out(self) -> int:
+        """Rule combinations that training never shows: ⌊ood_fraction × num_combinations⌋."""
+        # The product is rounded to binary first, as in the official code, so that sizes compare: 0.7 × 330 gives 230.
+        return math.floor(self.ood_fraction * self.num_combinations)
 
     @property
     def seq_len(self) -> int:
@@ -203,8 +216,11 @@ class TrainConfig(Config):
             raise ValueError(f"data.num_train={data.num_train} is less than optim.batch_size={optim.batch_size}")
         if (seen := data.num_steps * optim.batch_size) >= MAX_EXAMPLES:
             raise ValueError(f"data.num_steps × optim.batch_size = {seen} is not below {MAX_EXAMPLES} examples")
-        if data.num_ood and not self.task.ood_fraction:
-            raise ValueError(f"data.num_ood={data.num_ood} but task.ood_fraction=0 holds nothing out; set num_ood to 0")
+        if data.num_ood and not self.task.num_held_out:
+            raise ValueError(
+                f"data.num_ood={data.num_ood} but task.ood_fraction={self.task.ood_fraction} holds out none of "
+                f"{self.task.num_combinations} rule combinations; set num_ood to 0"
+            )
         return self
 
     @property

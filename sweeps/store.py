@@ -149,6 +149,7 @@ SWEEPS = (
     Column("requested_at", _TIME, "UTC", "when"),
     Column("file", _STRING, "", "the sweep file, as given"),
     Column("tiny", _BOOL, "", "whether the file's tiny form was asked for"),
+    Column("overrides", pa.list_(pa.string()), "", "settings changed by --set, in order"),
     Column("trial_id", _STRING, "", "a trial that was asked for"),
     Column("point", _STRING, "", "shared by the trials that differ only in seed"),
     Column("axes", _STRING, "", "JSON: dotted name → value as the file has it"),
@@ -1040,6 +1041,7 @@ class Store:
         file: str | Path,
         tiny: bool,
         select_over: Sequence[str] = (),
+        overrides: Sequence[str] = (),
         request_id: str | None = None,
     ) -> str:
         """Records which trials a run command asks for.
@@ -1050,6 +1052,7 @@ class Store:
           file: the sweep file, as given.
           tiny: whether it is the file's tiny form.
           select_over: axes over which hyperparameters are chosen.
+          overrides: settings changed by --set, in order.
           request_id: a name that no other request has; by default made from the time.
 
         Returns:
@@ -1065,6 +1068,7 @@ class Store:
                 "requested_at": now,
                 "file": str(file),
                 "tiny": tiny,
+                "overrides": list(overrides),
                 "trial_id": trial.trial_id,
                 "point": trial.point,
                 "axes": json.dumps(dict(trial.axes), ensure_ascii=False),
@@ -1192,21 +1196,24 @@ class Store:
             )
         return sorted(summaries, key=lambda item: item.requested_at, reverse=True)
 
-    def trials(self, raw: bool = False) -> pd.DataFrame:
+    def trials(self, raw: bool = False, trial_ids: Iterable[str] | None = None) -> pd.DataFrame:
         """The trials table, ordered by trial and attempt.
 
         Args:
           raw: every attempt, else the one of each trial that counts.
+          trial_ids: of these trials only; files of others aren't opened.
 
         Returns:
           The columns of `TRIALS`, then the config's fields. `status` is `running` or `interrupted` where the attempt
           hasn't been sealed. Integers are floats, with NaN, where a row has none.
         """
-        return self._trial_table(raw).to_pandas()
+        return self._trial_table(raw, trial_ids).to_pandas()
 
-    def _trial_table(self, raw: bool) -> pa.Table:
+    def _trial_table(self, raw: bool, trial_ids: Iterable[str] | None = None) -> pa.Table:
+        wanted = None if trial_ids is None else set(trial_ids)
         live = self._live_claims()  # before and after the parts, as in `statuses`
-        table = _concatenate(self._read("trials"), "trials")
+        parts = self._read("trials", is_wanted=lambda key: wanted is None or key[0] in wanted)
+        table = _concatenate(parts, "trials")
         keys = list(zip(table["trial_id"].to_pylist(), table["attempt"].to_pylist(), strict=True))
         rows = [
             _Attempt(*key, status, start_step, None, None, None, None, None)

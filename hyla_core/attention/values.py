@@ -1,0 +1,66 @@
+"""Value networks: what the attention weights of one (query, key) pair, the hypernetwork's latent code, configure.
+
+Each function takes weights [batch, heads, query, key] and values [batch, key, heads, dim] and returns [batch, query,
+heads, dim]; the layer's output projection, which follows, is the last linear map of the network.
+
+Reference: arXiv 2406.05816, Section 2.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def default_values(weights: Array, values: Array) -> Array:
+    """Multi-head attention: y[q, h] = Σ_k w[h, q, k] v[k, h], a linear value network.
+
+    Args:
+      weights: [batch, heads, query, key].
+      values: [batch, key, heads, dim].
+
+    Returns:
+      [batch, query, heads, dim].
+    """
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, values)
+
+
+def relu_values(weights: Array, values: Array) -> Array:
+    """HYLA: y[q, h] = Σ_k w[h, q, k] relu(Σ_h' w[h', q, k] v[k, h']), a value network with one hidden layer.
+
+    The hidden layer has the shape [batch, key, query, dim], so memory grows with the square of the sequence.
+
+    Args:
+      weights: [batch, heads, query, key].
+      values: [batch, key, heads, dim].
+
+    Returns:
+      [batch, query, heads, dim].
+    """
+    return _readout(weights, jax.nn.relu(_hidden(weights, values)))
+
+
+def linear_values(weights: Array, values: Array) -> Array:
+    """HYLA's value network without its non-linearity: y[q, h] = Σ_k w[h, q, k] Σ_h' w[h', q, k] v[k, h'].
+
+    Args:
+      weights: [batch, heads, query, key].
+      values: [batch, key, heads, dim].
+
+    Returns:
+      [batch, query, heads, dim].
+    """
+    return _readout(weights, _hidden(weights, values))
+
+
+def _hidden(weights: Array, values: Array) -> Array:
+    """Σ_h w[h, q, k] v[k, h], [batch, key, query, dim]: what the heads make of each key, before any sum over keys.
+
+    Key before query is the order in which the product comes; the other order takes a transposition, and made the value
+    network about half as fast on a CPU.
+    """
+    return jnp.einsum("bhqk,bkhd->bkqd", weights, values)
+
+
+def _readout(weights: Array, hidden: Array) -> Array:
+    """Σ_k w[h, q, k] hidden[k, q], [batch, query, heads, dim]."""
+    return jnp.einsum("bhqk,bkqd->bqhd", weights, hidden)

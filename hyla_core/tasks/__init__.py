@@ -1,0 +1,16 @@
+"""The table of tasks: a config's `name` to what draws and scores its examples."""
+
+from collections.abc import Callable
+
+from hyla_core.config import TaskConfig
+from hyla_core.tasks.base import Batch, Task
+from hyla_core.tasks.sraven import Sraven
+
+__all__ = ["TASKS", "Batch", "Task", "make_task"]
+
+TASKS: dict[str, Callable[[TaskConfig], Task]] = {"sraven": Sraven}
+
+
+def make_task(config: TaskConfig) -> Task:
+    """The task that a config describes."""
+    return TASKS[config.name](config)

@@ -1,0 +1,545 @@
+"""Trains a pack: trainings of equal shape, together, as one compiled program.
+
+A program is compiled once per shape (`program_shape` and the number of members) and kept. Everything that members may
+differ in, and the lengths of training and training set, enter it as data. A chunk of steps is one call of it: examples
+are drawn, gradients taken and metrics summed on the device, and a few scalars come back.
+"""
+
+import bisect
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hyla_core import checkpoint, metrics, model, optim
+from hyla_core.checkpoint import DamagedCheckpoint
+from hyla_core.config import (
+    MAX_EXAMPLES,
+    MEMBER_FIELDS,
+    Cadence,
+    DataConfig,
+    OptimConfig,
+    SeedsConfig,
+    TrainConfig,
+    pack_key,
+)
+from hyla_core.metrics import MetricsRow
+from hyla_core.optim import Hyperparams, Params
+from hyla_core.tasks import make_task
+
+CHUNK_S = 2.0
+"""Time that a chunk of steps aims at: long enough for its overhead not to count, short enough to report and to stop."""
+CHUNK_GROWTH = 8
+"""How much longer than the one before a chunk may be. The first is a single step: nothing is known of the speed."""
+PROGRAMS_KEPT = 4
+"""Compiled programs that a process keeps; the one used least recently goes first."""
+
+RUNNING, FINISHED, DIVERGED, INTERRUPTED = "running", "finished", "diverged", "interrupted"
+
+_NEVER = np.int64(2**32 - 1)  # beyond any step: configs allow fewer than 2³² examples
+_INIT_STREAM, _DROPOUT_STREAM = 0, 1  # what is folded into the key of seeds.init
+
+
+class MemberProgress(NamedTuple):
+    """How far one member is."""
+
+    trial_id: str
+    step: int  # updates done; of a diverged member, the first update whose loss was not finite
+    num_steps: int
+    loss: float  # mean training loss over the last chunk; NaN before the first
+    status: str  # running | finished | diverged | interrupted
+
+
+class Report(NamedTuple):
+    """What `train` hands out after each chunk of steps."""
+
+    rows: list[MetricsRow]  # new since the last report
+    progress: list[MemberProgress]  # of all members, in the order of the configs
+    checkpoints: dict[str, bytes]  # trial_id → state at that member's step; empty when none is due
+    compile_s: float  # spent on compilation by this call of `train`; 0 where the program was there
+    steps_per_s: float  # of the last chunk, evaluation aside
+
+
+class Member(NamedTuple):
+    """What members of one pack may differ in; of a whole pack, each leaf has a leading axis [members]."""
+
+    hyperparams: Hyperparams
+    num_train: Any  # uint32
+    data_seed: Any  # uint32
+    init_seed: Any  # uint32
+    tables: dict[str, Any]  # from the task
+
+
+class MemberState(NamedTuple):
+    """What a training changes and a checkpoint holds; of a whole pack, each leaf has a leading axis [members]."""
+
+    params: Params
+    opt_state: Any
+    metric_sums: dict[str, Any]  # float32, over the steps since the last training row
+    num_summed: Any  # int32, these steps
+
+
+class _ChunkResult(NamedTuple):
+    """The scalars of one chunk, each [members]."""
+
+    metric_sums: dict[str, Any]  # since the last training row
+    num_summed: Any
+    mean_loss: Any  # over this chunk
+    diverged_step: Any  # uint32, the first step whose loss was not finite, counted from 1; else _NEVER
+
+
+def train(
+    configs: Sequence[TrainConfig],
+    report: Callable[[Report], None],
+    *,
+    cadence: Cadence,
+    resume_from: Mapping[str, bytes] = {},
+    should_stop: Callable[[], bool] = lambda: False,
+) -> list[MemberProgress]:
+    """Trains a pack to its end, or until it is asked to stop.
+
+    Args:
+      configs: the members; they differ in `MEMBER_FIELDS` only, and no two are equal.
+      report: called after every chunk of steps, and at once where there is nothing left to do. Its exceptions pass
+        through.
+      cadence: when rows and checkpoints are due.
+      resume_from: checkpoints by trial_id; members without one start afresh. Members that are ahead of others wait.
+      should_stop: asked between chunks. Once true, a last report has checkpoints of all unfinished members. An
+        evaluation is never left half done.
+
+    Returns:
+      Where each member ended, in the order of configs.
+
+    Raises:
+      ValueError: the configs are no pack, or a checkpoint belongs to none of them.
+      DamagedCheckpoint: a checkpoint cannot be restored; the message names its trial.
+    """
+    return _Run(configs, report, cadence, resume_from, should_stop).run()
+
+
+def num_compilations() -> int:
+    """Programs compiled by this process so far."""
+    return _program.cache_info().misses
+
+
+def program_shape(config: TrainConfig) -> TrainConfig:
+    """The part of a config that shapes its program: a config in which all that enters as data has a neutral value."""
+    return TrainConfig(
+        task=config.task,
+        data=DataConfig(**{**dict(config.data), "num_steps": 1, "num_train": config.optim.batch_size}),
+        model=config.model,
+        optim=OptimConfig(**{**dict(config.optim), "peak_lr": 1, "weight_decay": 0, "warmup_steps": 0}),
+        seeds=SeedsConfig(split=0, data=0, init=0),
+        numerics=config.numerics,
+    )
+
+
+def gradient_step(
+    loss_fn: Callable[[Params], tuple[Array, dict[str, Array]]],
+    params: Params,
+    opt_state: Any,
+    step: Array,
+    hyperparams: Hyperparams,
+    config: OptimConfig,
+) -> tuple[Params, Any, dict[str, Array]]:
+    """One update of one member.
+
+    Args:
+      loss_fn: maps parameters to the loss of this step's batch and whatever else was measured.
+      params: parameters of one member.
+      opt_state: from `optim.init` or the step before.
+      step: index of the update, 0 for the first.
+      hyperparams: may be traced.
+      config: the optimiser.
+
+    Returns:
+      Parameters and optimiser state after the update, and what loss_fn measured before it.
+    """
+    grads, measured = jax.grad(loss_fn, has_aux=True)(params)
+    params, opt_state = optim.update(grads, opt_state, params, step, hyperparams, config)
+    return params, opt_state, measured
+
+
+class _Program:
+    """The compiled functions of one shape, and the shapes and layout of what they take and return."""
+
+    def __init__(self, shape: TrainConfig, num_members: int):
+        self._shape = shape
+        self._task = make_task(shape.task)
+        self._eval_batches = _EvalBatches.of(shape, self._task.eval_splits)
+
+        def described(value: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(np.shape(value), np.asarray(value).dtype)
+
+        members = jax.tree.map(described, _stack([_make_member(shape)] * num_members))
+        state = jax.eval_shape(jax.vmap(self._init_member), members)
+        step, flag = described(np.uint32(0)), described(np.bool_(False))
+
+        self.member_state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
+        self.init = jax.jit(jax.vmap(self._init_member)).lower(members).compile()
+        self.advance = jax.jit(self._advance, donate_argnums=0).lower(state, members, step, step, flag).compile()
+        self._evaluate_compiled = jax.jit(self._evaluate).lower(state.params, members).compile()
+
+    def evaluate(self, params: Params, members: Member) -> dict[str, "_EvalSums"]:
+        """Sums over the examples of each evaluation split."""
+        return self._eval_batches.add_up(jax.device_get(self._evaluate_compiled(params, members)))
+
+    def _init_member(self, member: Member) -> MemberState:
+        params = model.init_params(self._shape, self._rng(member.init_seed, _INIT_STREAM))
+        names = jax.eval_shape(self._measure, params, member, jnp.uint32(0), None)[1].keys()
+        return MemberState(
+            params=params,
+            opt_state=optim.init(params, self._shape.optim),
+            metric_sums={name: jnp.float32(0) for name in names},
+            num_summed=jnp.int32(0),
+        )
+
+    def _advance(
+        self, state: MemberState, members: Member, first_step: Array, num_steps: Array, close_row: Array
+    ) -> tuple[MemberState, _ChunkResult]:
+        """Trains all members for num_steps steps; close_row says that a training row is due at the end."""
+        num_members = members.num_train.shape[0]
+
+        def body(i: Array, carry: Any) -> Any:
+            state, loss_sum, diverged_step = carry
+            step = first_step + i.astype(jnp.uint32)
+            state, loss = jax.vmap(self._step_member, in_axes=(0, 0, None))(state, members, step)
+            is_first = ~jnp.isfinite(loss) & (diverged_step == _NEVER)
+            return state, loss_sum + loss, jnp.where(is_first, step + 1, diverged_step)
+
+        never = jnp.full(num_members, _NEVER, jnp.uint32)
+        carry = (state, jnp.zeros(num_members, jnp.float32), never)
+        state, loss_sum, diverged_step = jax.lax.fori_loop(jnp.uint32(0), num_steps, body, carry)
+        result = _ChunkResult(state.metric_sums, state.num_summed, loss_sum / num_steps, diverged_step)
+        restart = functools.partial(jax.tree.map, lambda leaf: jnp.where(close_row, jnp.zeros_like(leaf), leaf))
+        return (
+            state._replace(metric_sums=restart(state.metric_sums), num_summed=restart(state.num_summed)),
+            result,
+        )
+
+    def _step_member(self, state: MemberState, member: Member, step: Array) -> tuple[MemberState, Array]:
+        """One step of one member; also its loss."""
+        dropout_rng = jax.random.fold_in(self._rng(member.init_seed, _DROPOUT_STREAM), step)
+        params, opt_state, means = gradient_step(
+            lambda params: self._measure(params, member, step, dropout_rng),
+            state.params,
+            state.opt_state,
+            step,
+            member.hyperparams,
+            self._shape.optim,
+        )
+        sums = {name: state.metric_sums[name] + mean for name, mean in means.items()}
+        return MemberState(params, opt_state, sums, state.num_summed + 1), means["loss"]
+
+    def _measure(
+        self, params: Params, member: Member, step: Array, dropout_rng: Array | None
+    ) -> tuple[Array, dict[str, Array]]:
+        """The loss and all means over the training batch of one step."""
+        batch_size = self._shape.optim.batch_size
+        index = (step * jnp.uint32(batch_size) + jnp.arange(batch_size, dtype=jnp.uint32)) % member.num_train
+        batch = self._task.sample(member.tables, "train", self._rng(member.data_seed), index)
+        logits = model.apply(self._shape, params, batch.inputs, dropout_rng=dropout_rng)
+        means = {name: jnp.mean(values) for name, values in self._task.metrics(logits, batch).items()}
+        return means["loss"], means
+
+    def _evaluate(self, params: Params, members: Member) -> dict[str, Array]:
+        """Weighted sums of all metrics: [eval batches, members] each."""
+        plan = self._eval_batches
+
+        def measure(params: Params, member: Member, split: Array, index: Array, weights: Array) -> dict[str, Array]:
+            rng = self._rng(member.data_seed)
+            # One model for all splits: only the drawing of examples branches, which keeps the program small.
+            draw = [functools.partial(self._task.sample, member.tables, name, rng) for name in plan.splits]
+            batch = jax.lax.switch(split, draw, index)
+            logits = model.apply(self._shape, params, batch.inputs)
+            return metrics.weighted_sums(self._task.metrics(logits, batch), weights)
+
+        def body(_: None, batch: Any) -> tuple[None, dict[str, Array]]:
+            return None, jax.vmap(measure, in_axes=(0, 0, None, None, None))(params, members, *batch)
+
+        return jax.lax.scan(body, None, (plan.split_of_batch, plan.examples, plan.weights))[1]
+
+    @staticmethod
+    def _rng(seed: Array, *streams: int) -> Array:
+        # The generator is named, so that JAX's global default does not decide what is learned.
+        rng = jax.random.key(seed, impl="threefry2x32")
+        return functools.reduce(jax.random.fold_in, streams, rng)
+
+
+@functools.lru_cache(maxsize=PROGRAMS_KEPT)
+def _program(shape: TrainConfig, num_members: int) -> _Program:
+    return _Program(shape, num_members)
+
+
+class _EvalBatches(NamedTuple):
+    """All evaluation splits, cut into batches of one size; the last batch of a split is filled up with weight 0."""
+
+    splits: tuple[str, ...]
+    num_examples: tuple[int, ...]  # of each split
+    split_of_batch: np.ndarray  # int32 [eval batches], an index into splits
+    examples: np.ndarray  # uint32 [eval batches, batch]
+    weights: np.ndarray  # float32 [eval batches, batch]
+
+    @classmethod
+    def of(cls, config: TrainConfig, eval_splits: Iterable[str]) -> "_EvalBatches":
+        """The batches that a config asks for."""
+        sizes = {name: getattr(config.data, f"num_{name}") for name in eval_splits}
+        sizes = {name: size for name, size in sizes.items() if size}
+        batch_size = config.optim.batch_size
+        split_of_batch: list[int] = []
+        examples = []
+        for number, size in enumerate(sizes.values()):
+            num_batches = math.ceil(size / batch_size)
+            split_of_batch += [number] * num_batches
+            examples.append(np.arange(num_batches * batch_size).reshape(num_batches, batch_size))
+        all_examples = np.concatenate(examples)
+        ends = np.array(list(sizes.values()))[split_of_batch, None]
+        return cls(
+            tuple(sizes),
+            tuple(sizes.values()),
+            np.array(split_of_batch, np.int32),
+            all_examples.astype(np.uint32),
+            (all_examples < ends).astype(np.float32),
+        )
+
+    def add_up(self, batch_sums: Mapping[str, np.ndarray]) -> dict[str, "_EvalSums"]:
+        """Adds up batches, in float64.
+
+        Args:
+          batch_sums: [eval batches, members] for each metric.
+
+        Returns:
+          The sums of each split.
+        """
+        return {
+            split: _EvalSums(
+                num_examples,
+                {
+                    name: np.sum(values[self.split_of_batch == number], axis=0, dtype=np.float64)
+                    for name, values in batch_sums.items()
+                },
+            )
+            for number, (split, num_examples) in enumerate(zip(self.splits, self.num_examples, strict=True))
+        }
+
+
+class _EvalSums(NamedTuple):
+    """Sums over the examples of one evaluation split."""
+
+    num_examples: int
+    metrics: dict[str, Any]  # float64 [members] each
+
+
+def _make_member(config: TrainConfig) -> Member:
+    """The values of one member, in the dtypes that its program expects."""
+    hyperparams = Hyperparams(
+        peak_lr=np.float32(config.optim.peak_lr),
+        weight_decay=np.float32(config.optim.weight_decay),
+        warmup_steps=np.uint32(config.optim.warmup_steps),
+        num_steps=np.uint32(config.data.num_steps),
+    )
+    return Member(
+        hyperparams=hyperparams,
+        # No step reaches an example beyond MAX_EXAMPLES, so a larger set is the same set.
+        num_train=np.uint32(min(config.data.num_train, MAX_EXAMPLES - 1)),
+        data_seed=np.uint32(config.seeds.data),
+        init_seed=np.uint32(config.seeds.init),
+        tables=make_task(config.task).tables(config.seeds.split),
+    )
+
+
+def _stack(trees: Sequence[Any]) -> Any:
+    """Puts trees of one structure together, along a new first axis of each leaf."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+def _unstack(tree: Any, number: int) -> Any:
+    """The opposite of `_stack`: one of the trees."""
+    return jax.tree.map(lambda leaf: leaf[number], tree)
+
+
+class _Pace:
+    """How many steps the next chunk has, by the speed of the last one."""
+
+    def __init__(self) -> None:
+        self.num_steps = 1
+        self.steps_per_s = 0.0
+
+    def measured(self, num_steps: int, elapsed_s: float) -> None:
+        """Takes in a chunk, which may have been shorter than asked for."""
+        self.steps_per_s = num_steps / elapsed_s
+        self.num_steps = max(1, min(CHUNK_GROWTH * self.num_steps, int(CHUNK_S * self.steps_per_s)))
+
+
+class _Run:
+    """One call of `train`: what is known of each member, on the host."""
+
+    def __init__(
+        self,
+        configs: Sequence[TrainConfig],
+        report: Callable[[Report], None],
+        cadence: Cadence,
+        resume_from: Mapping[str, bytes],
+        should_stop: Callable[[], bool],
+    ):
+        _check_pack(configs, resume_from)
+        self._report_to, self._should_stop, self._cadence = report, should_stop, cadence
+        self._trial_ids = [config.trial_id for config in configs]
+        self._num_steps = configs[0].data.num_steps
+        self._log_steps = frozenset(cadence.log_steps(self._num_steps))
+        self._eval_steps = frozenset(cadence.eval_steps(self._num_steps))
+        self._row_steps = sorted(self._log_steps | self._eval_steps)
+
+        started = time.perf_counter()
+        misses = num_compilations()
+        self._program = _program(program_shape(configs[0]), len(configs))
+        self._compile_s = time.perf_counter() - started if num_compilations() > misses else 0.0
+
+        self._members: Member = jax.tree.map(jnp.array, _stack([_make_member(config) for config in configs]))
+        initial = jax.device_get(self._program.init(self._members))
+        self._states = [_unstack(initial, i) for i in range(len(configs))]  # stale while a member is being trained
+        self._steps = [0] * len(configs)
+        self._losses = [math.nan] * len(configs)
+        for i, trial_id in enumerate(self._trial_ids):
+            if trial_id in resume_from:
+                self._states[i], self._steps[i] = self._restore(trial_id, resume_from[trial_id])
+        self._status = [FINISHED if step == self._num_steps else RUNNING for step in self._steps]
+        self._pace = _Pace()
+        self._checkpointed_at = time.perf_counter()
+
+    def run(self) -> list[MemberProgress]:
+        """Trains until no member is left running."""
+        if not self._running():
+            self._report([], {})
+        while running := self._running():
+            # Those behind are trained until they reach the next one, or the end.
+            step = min(self._steps[i] for i in running)
+            level = [i for i in running if self._steps[i] == step]
+            until = min((self._steps[i] for i in running if self._steps[i] > step), default=self._num_steps)
+            self._train_level(level, step, until)
+        return self._progress()
+
+    def _train_level(self, level: Sequence[int], step: int, until: int) -> None:
+        """Trains the members `level`, which all are at one step, until another, or until none of them is running."""
+        # Members that wait would make a program of another size, with a compilation and other rounding of its own.
+        # Instead, copies of a member at work sit in their places.
+        places = [i if i in level else level[0] for i in range(len(self._states))]
+        state = jax.tree.map(jnp.array, _stack([self._states[i] for i in places]))
+        while step < until and (level := [i for i in level if self._status[i] == RUNNING]):
+            if self._should_stop():
+                self._stop(level, state)
+                return
+            row_step = self._row_steps[bisect.bisect_right(self._row_steps, step)]
+            num_steps = min(row_step - step, until - step, self._pace.num_steps)
+            step += num_steps
+            started = time.perf_counter()
+            state, result = self._program.advance(
+                state,
+                self._members,
+                np.uint32(step - num_steps),
+                np.uint32(num_steps),
+                np.bool_(step in self._log_steps),
+            )
+            result = jax.device_get(result)
+            self._pace.measured(num_steps, time.perf_counter() - started)
+            self._take_in(level, step, result)
+            rows = self._rows(level, step, result, state.params)
+            self._report(rows, self._due_checkpoints(level, state))
+        self._keep(level, state)
+
+    def _take_in(self, level: Sequence[int], step: int, result: _ChunkResult) -> None:
+        for i in level:
+            self._losses[i] = float(result.mean_loss[i])
+            self._steps[i] = step
+            if result.diverged_step[i] != _NEVER:
+                self._steps[i], self._status[i] = int(result.diverged_step[i]), DIVERGED
+
+    def _rows(self, level: Sequence[int], step: int, result: _ChunkResult, params: Params) -> list[MetricsRow]:
+        """Rows that are due at a step, and what they tell of members: who diverged in evaluation, who finished."""
+        rows = []
+        running = [i for i in level if self._status[i] == RUNNING]
+        if step in self._log_steps:
+            for i in running:
+                sums = {name: values[i] for name, values in result.metric_sums.items()}
+                rows += metrics.mean_rows(self._trial_ids[i], step, "train", sums, result.num_summed[i])
+        if step in self._eval_steps and running:
+            evaluated = self._program.evaluate(params, self._members)
+            for i in running:
+                # A last update can ruin parameters after the last training loss was measured.
+                if not all(np.isfinite(split.metrics["loss"][i]) for split in evaluated.values()):
+                    self._status[i] = DIVERGED
+                    continue
+                for split, (num_examples, sums) in evaluated.items():
+                    own = {name: values[i] for name, values in sums.items()}
+                    rows += metrics.mean_rows(self._trial_ids[i], step, split, own, num_examples)
+        for i in running:
+            if self._status[i] == RUNNING and step == self._num_steps:
+                self._status[i] = FINISHED
+        return rows
+
+    def _due_checkpoints(self, level: Sequence[int], state: MemberState) -> dict[str, bytes]:
+        if time.perf_counter() - self._checkpointed_at < self._cadence.checkpoint_every_s:
+            return {}
+        self._keep(level, state)
+        saved = {self._trial_ids[i]: self._checkpoint(i) for i in level if self._status[i] == RUNNING}
+        self._checkpointed_at = time.perf_counter()
+        return saved
+
+    def _stop(self, level: Sequence[int], state: MemberState) -> None:
+        self._keep(level, state)
+        unfinished = self._running()
+        for i in unfinished:
+            self._status[i] = INTERRUPTED
+        self._report([], {self._trial_ids[i]: self._checkpoint(i) for i in unfinished})
+
+    def _keep(self, level: Sequence[int], state: MemberState) -> None:
+        """Copies the states of members to the host."""
+        on_host = jax.device_get(state)
+        for i in level:
+            self._states[i] = _unstack(on_host, i)
+
+    def _checkpoint(self, number: int) -> bytes:
+        return checkpoint.encode(self._states[number], self._steps[number])
+
+    def _restore(self, trial_id: str, data: bytes) -> tuple[MemberState, int]:
+        try:
+            state, step = checkpoint.decode(data, self._program.member_state)
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"trial {trial_id}: {error}") from error
+        if step > self._num_steps:
+            raise DamagedCheckpoint(
+                f"trial {trial_id}: checkpoint is of step {step}, beyond num_steps={self._num_steps}"
+            )
+        return state, step
+
+    def _running(self) -> list[int]:
+        return [i for i, status in enumerate(self._status) if status == RUNNING]
+
+    def _progress(self) -> list[MemberProgress]:
+        facts = zip(self._trial_ids, self._steps, self._losses, self._status, strict=True)
+        return [MemberProgress(trial_id, step, self._num_steps, loss, status) for trial_id, step, loss, status in facts]
+
+    def _report(self, rows: list[MetricsRow], checkpoints: dict[str, bytes]) -> None:
+        self._report_to(Report(rows, self._progress(), checkpoints, self._compile_s, self._pace.steps_per_s))
+
+
+def _check_pack(configs: Sequence[TrainConfig], resume_from: Mapping[str, bytes]) -> None:
+    if not configs:
+        raise ValueError("a pack needs at least one config")
+    trial_ids = [config.trial_id for config in configs]
+    if len(set(trial_ids)) < len(trial_ids):
+        raise ValueError(f"a pack has each trial once, not {trial_ids}")
+    first = configs[0].flat()
+    for config in configs[1:]:
+        if pack_key(config) != pack_key(configs[0]):
+            differing = [name for name, value in config.flat().items() if value != first.get(name)]
+            wrong = sorted(set(differing) - set(MEMBER_FIELDS))
+            raise ValueError(f"members of a pack may differ in {MEMBER_FIELDS} only, not in {wrong}")
+    if unknown := sorted(resume_from.keys() - set(trial_ids)):
+        raise ValueError(f"resume_from has checkpoints of {unknown}, which are not in this pack: {trial_ids}")

@@ -1,0 +1,335 @@
+"""What a worker does with one pack: claims its trials, goes on from their checkpoints, trains, writes and seals.
+
+Idempotent: whoever runs a pack, and however often, finished trials stay, and the others go on from where the store
+has them. Errors of the training end up in the store; none leaves `run_pack`. This module imports neither jax nor ray,
+so that what JAX reads from the environment can be set before it is imported.
+"""
+
+import contextlib
+import errno
+import functools
+import math
+import os
+import resource
+import stat
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hyla_core import counts
+from hyla_core.config import Cadence, TrainConfig
+from sweeps import provenance
+from sweeps.packs import Pack
+from sweeps.spec import Resources
+from sweeps.store import FINAL, AttemptWriter, Store, StoreError
+
+if TYPE_CHECKING:
+    from hyla_core.train import MemberProgress, Report
+
+STOP_POLL_S = 1.0
+"""The store is asked whether to stop at most this often."""
+
+OUT_OF_MEMORY = "out of memory"
+DISK_FULL = "the disk is full"
+ENVIRONMENT_ERRORS = (OUT_OF_MEMORY, DISK_FULL)
+"""How errors begin that another machine, or the same one later, may not have: the next run tries these trials again."""
+
+
+class PackJob(NamedTuple):
+    """What a worker must know besides its pack; the same for all packs of a run."""
+
+    store: str  # absolute path
+    run_id: str
+    cadence: Cadence
+    keep_checkpoints: bool
+    resources: Resources
+    provenance: Mapping[str, Any]  # columns that the driver knows
+    retry: frozenset[str] = frozenset()  # trials to train again although the store has a result
+
+
+class PackOutcome(NamedTuple):
+    """How a pack ended. What happened is in the store; this says it to the driver without a look there."""
+
+    statuses: dict[str, str]  # trial_id → finished, diverged, failed, interrupted; `left` where nothing was done
+    error: str | None = None  # one line: of the failed trials, or why the pack could not be worked on
+
+
+def run_pack(pack: Pack, job: PackJob, should_stop: Callable[[], bool] = lambda: False) -> PackOutcome:
+    """Trains what is left of a pack.
+
+    Args:
+      pack: the trials.
+      job: store, run and settings.
+      should_stop: asked now and then, besides the store; once true, trials are saved and left `interrupted`.
+
+    Returns:
+      How each trial ended. Raises nothing but what ends the process.
+    """
+    left = {trial.trial_id: "left" for trial in pack.trials}
+    try:
+        if (here := provenance.loaded_code_hash()) != job.provenance["code_hash"]:
+            wanted = job.provenance["code_hash"]
+            return PackOutcome(left, f"this worker runs code {here}, not {wanted} as the run; restart the cluster")
+        prepare_jax(job.resources)
+        store = _store(job.store)
+        stopping = _Stopping(store, job.run_id, should_stop)
+        return PackOutcome(left) if stopping() else _PackRun(store, pack, job, stopping).run()
+    except Exception as error:
+        # Nothing has been trained: the store cannot be reached, or an import failed. That is no result of a trial.
+        return PackOutcome(left, one_line(error))
+
+
+def prepare_jax(resources: Resources) -> None:
+    """Sets what JAX reads when it is first imported or first used in this process.
+
+    Args:
+      resources: what a pack of this run occupies.
+    """
+    if not resources.gpu and not resources.tpu:
+        # Ray leaves all GPUs visible to those who asked for none, and JAX would take them.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    elif 0 < resources.gpu < 1:
+        # Several workers share a GPU; by default each would reserve three quarters of its memory.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 * resources.gpu:.3f}")
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and (folder := compilation_cache()) is not None:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def compilation_cache(root: Path | None = None) -> Path | None:
+    """This machine's folder for compiled programs, created if absent; None where it cannot be used.
+
+    One per machine, since programs are compiled for its processor, and per user, since what lies there is executed.
+    """
+    folder = (Path(tempfile.gettempdir()) if root is None else root) / f"hyla-compiled-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or others_write or not os.access(folder, os.W_OK):
+        return None
+    return folder
+
+
+class _Stopping:
+    """Whether this run should stop: asked by the process itself, or by anyone through the store."""
+
+    def __init__(self, store: Store, run_id: str, should_stop: Callable[[], bool]):
+        self._store, self._run_id, self._should_stop = store, run_id, should_stop
+        self._asked, self._stop = float("-inf"), False
+
+    def __call__(self) -> bool:
+        if not self._stop and time.monotonic() - self._asked >= STOP_POLL_S:
+            self._stop = self._store.stop_requested(self._run_id)
+            self._asked = time.monotonic()
+        return self._stop or self._should_stop()
+
+
+@functools.lru_cache(maxsize=4)
+def _store(path: str) -> Store:
+    """Kept between the packs of one worker: a store remembers which attempts it has read."""
+    return Store.open(path)
+
+
+class _PackRun:
+    """One try at a pack."""
+
+    def __init__(self, store: Store, pack: Pack, job: PackJob, stopping: Callable[[], bool]):
+        self._store, self._pack, self._job, self._stopping = store, pack, job, stopping
+        self._statuses = {trial.trial_id: "left" for trial in pack.trials}
+        self._configs: dict[str, TrainConfig] = {}  # of the trials that were claimed
+        self._writers: dict[str, AttemptWriter] = {}  # of those that have not ended
+        self._started = time.perf_counter()
+        self._compile_s = 0.0
+
+    def run(self) -> PackOutcome:
+        """Trains what can be claimed."""
+        try:
+            resume_from = self._begin()
+            if not self._writers:
+                return PackOutcome(self._statuses)
+            # Imported only now: prepare_jax comes first, and a pack without work needs no JAX.
+            from hyla_core.train import train
+
+            _reset_peak_memory()
+            self._started = time.perf_counter()
+            train(
+                list(self._configs.values()),
+                self._take,
+                cadence=self._job.cadence,
+                resume_from=resume_from,
+                should_stop=self._stopping,
+            )
+            return PackOutcome(self._statuses)
+        except Exception as error:
+            return self._fail(error)
+        finally:
+            # A claim counts as alive for as long as somebody here holds its writer.
+            self._writers.clear()
+
+    def _begin(self) -> dict[str, bytes]:
+        """Claims the trials that have no result and that nobody else works on.
+
+        Returns:
+          Their checkpoints, by trial_id.
+        """
+        states = self._store.statuses()
+        facts = {**self._job.provenance, **provenance.of_worker()}
+        facts |= {"run_id": self._job.run_id, "pack_id": self._pack.pack_id}
+        for trial in self._pack.trials:
+            state = states.get(trial.trial_id)
+            # A pack that lost its worker comes here twice: what this run has trained again is not to be repeated.
+            again = trial.trial_id in self._job.retry and state is not None and state.run_id != self._job.run_id
+            if state is not None and state.status in FINAL and not again:
+                self._statuses[trial.trial_id] = state.status
+                continue
+            num_steps = trial.config.data.num_steps
+            writer = self._store.begin(trial.trial_id, trial.config.flat(), facts, 0, num_steps, _counts(trial.config))
+            if writer is not None:
+                self._writers[trial.trial_id], self._configs[trial.trial_id] = writer, trial.config
+        resume_from = {}
+        for trial_id, writer in self._writers.items():
+            if (found := _newest_whole(self._store.load_checkpoints(trial_id))) is not None:
+                step, resume_from[trial_id] = found
+                writer.update(start_step=step)
+            writer.update(pack_size=len(self._writers))
+            writer.heartbeat(step=writer.start_step, num_steps=self._configs[trial_id].data.num_steps)
+        return resume_from
+
+    def _take(self, report: "Report") -> None:
+        """Writes what `train` reports: rows, then the checkpoints that rely on them, then the ends of members."""
+        self._compile_s = report.compile_s
+        for row in report.rows:
+            self._writers[row.trial_id].add([(row.step, row.split, row.metric, row.value)])
+        open_members = [member for member in report.progress if member.trial_id in self._writers]
+        for member in open_members:
+            loss = member.loss if math.isfinite(member.loss) else None
+            self._writers[member.trial_id].heartbeat(
+                step=member.step, num_steps=member.num_steps, loss=loss, steps_per_s=report.steps_per_s
+            )
+            if member.trial_id in report.checkpoints:
+                self._save(member, report.checkpoints[member.trial_id])
+        for member in open_members:
+            if member.status != "running":
+                self._end(member.trial_id, member.status, member.step)
+                if member.status in FINAL and not self._job.keep_checkpoints:
+                    self._store.clear_checkpoints(member.trial_id)
+
+    def _save(self, member: "MemberProgress", data: bytes) -> None:
+        """Saves a checkpoint, unless the rows before it cannot be written: a resumed run would not repeat them."""
+        # A disk that is full now may not be so later; until then the training goes on without checkpoints.
+        if self._writers[member.trial_id].flush():
+            with contextlib.suppress(StoreError):
+                self._store.save_checkpoint(member.trial_id, member.step, data)
+
+    def _end(self, trial_id: str, status: str, step: int, error: str | None = None) -> None:
+        """Seals one attempt with all that is known of it."""
+        train_s = time.perf_counter() - self._started - self._compile_s
+        device = _device()
+        self._writers[trial_id].seal(
+            status,
+            error,
+            compile_s=self._compile_s,
+            train_s=train_s,
+            device_s=train_s * device["num_devices"] / len(self._configs),
+            examples_seen=step * self._configs[trial_id].optim.batch_size,
+            **device,
+        )
+        self._statuses[trial_id] = status
+        del self._writers[trial_id]
+
+    def _fail(self, error: Exception) -> PackOutcome:
+        """Ends what is still open. A store that cannot be written is no result of a trial, everything else is."""
+        line = describe(error)
+        status = "interrupted" if line.startswith(DISK_FULL) or isinstance(error, StoreError) else "failed"
+        detail = "".join(traceback.format_exception(error))
+        for folder in provenance.package_dirs():
+            # Workers run a copy of the code in some temporary folder.
+            detail = detail.replace(f"{folder.parent}{os.sep}", "")
+        for trial_id, writer in list(self._writers.items()):
+            with contextlib.suppress(StoreError, OSError):
+                writer.seal(status, f"{line}\n{detail}")
+                self._statuses[trial_id] = status
+        return PackOutcome(self._statuses, line)
+
+
+def _newest_whole(checkpoints: Iterator[tuple[int, bytes]]) -> tuple[int, bytes] | None:
+    """The first checkpoint whose bytes are whole."""
+    from hyla_core.checkpoint import DamagedCheckpoint, read_step
+
+    for _, data in checkpoints:
+        with contextlib.suppress(DamagedCheckpoint):
+            return read_step(data), data
+    return None
+
+
+def _counts(config: TrainConfig) -> dict[str, float]:
+    """What is known of a training before it starts. Columns of the trials table."""
+    flops = counts.train_flops_per_example(config)
+    return {
+        "num_params": sum(counts.num_params(config).values()),
+        "num_non_embedding_params": counts.num_non_embedding_params(config),
+        "train_flops_per_example": flops,
+        "train_flops": flops * config.optim.batch_size * config.data.num_steps,
+    }
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line, by which the same errors can be grouped and known ones recognised."""
+    line = one_line(error)
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return f"{OUT_OF_MEMORY}: {line}; lower run.max_pack_size, or ask for more in run.resources"
+    if any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in _causes(error)):
+        return f"{DISK_FULL}: {line}"
+    return line
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and first line of an error."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+# --- measurements ----------------------------------------------------------------------------------------------------
+
+
+def _device() -> dict[str, Any]:
+    """The device and the most memory that was in use at once since `_reset_peak_memory`."""
+    import jax
+
+    device = jax.local_devices()[0]  # a pack trains on one
+    stats = device.memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use") or _peak_host_memory()
+    return {"device_kind": device.device_kind, "num_devices": 1, "peak_mem_bytes": peak}
+
+
+def _reset_peak_memory() -> None:
+    """Restarts Linux's count of the process's peak memory; without it, a pack would inherit that of those before."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_host_memory() -> int:
+    """Bytes of memory that this process held at most."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

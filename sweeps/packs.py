@@ -1,0 +1,88 @@
+"""Which trials train together: trials of equal shape and step count share one compiled program.
+
+Pure: the same trials give the same packs with the same ids.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hyla_core.config import MEMBER_FIELDS, TrainConfig, pack_key
+from hyla_core.counts import train_flops_per_example
+from sweeps.expand import TrialSpec
+from sweeps.spec import Resources
+
+_NOT_SHAPE = (*MEMBER_FIELDS, "data.num_steps", "data.num_train")
+
+
+class Pack(NamedTuple):
+    """Trials that train as one program, one beside the other."""
+
+    pack_id: str  # 12 hex digits that depend on the trials alone
+    trials: tuple[TrialSpec, ...]
+
+
+def make_packs(trials: Sequence[TrialSpec], max_pack_size: int) -> list[Pack]:
+    """Packs that hold each trial once, those of one shape adjacent, the cheapest shape first.
+
+    A worker compiles a shape once, and cheap trials first means that results, and slips, show early. Trials that can
+    share a pack are spread evenly: seven of them at a size of at most three make 3, 2 and 2.
+
+    Args:
+      trials: all different.
+      max_pack_size: members of a pack, at most.
+    """
+    if max_pack_size < 1:
+        raise ValueError(f"max_pack_size={max_pack_size} is not positive")
+    groups: dict[str, list[TrialSpec]] = {}
+    for trial in trials:
+        groups.setdefault(pack_key(trial.config), []).append(trial)
+    shapes: dict[str, list[list[TrialSpec]]] = {}
+    for group in groups.values():
+        shapes.setdefault(shape_key(group[0].config), []).append(group)
+
+    def cost(group: list[TrialSpec]) -> float:
+        return trial_flops(group[0].config)
+
+    ordered = sorted(shapes.values(), key=lambda shape: min(map(cost, shape)))
+    return [
+        Pack(_pack_id(members), tuple(members))
+        for shape in ordered
+        for group in sorted(shape, key=cost)
+        for members in _spread(group, max_pack_size)
+    ]
+
+
+def shape_key(config: TrainConfig) -> str:
+    """Equal for configs that one compiled program can train, packs of equal size taken."""
+    return json.dumps({name: value for name, value in config.flat().items() if name not in _NOT_SHAPE}, sort_keys=True)
+
+
+def _spread(group: list[TrialSpec], max_size: int) -> list[list[TrialSpec]]:
+    num_packs = -(-len(group) // max_size)
+    small, num_larger = divmod(len(group), num_packs)
+    ends = [0]
+    for index in range(num_packs):
+        ends.append(ends[-1] + small + (index < num_larger))
+    return [group[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _pack_id(members: list[TrialSpec]) -> str:
+    text = ",".join(sorted(trial.trial_id for trial in members))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def trial_flops(config: TrainConfig) -> float:
+    """Floating-point operations of one training: forward and backward passes, evaluation aside."""
+    return train_flops_per_example(config) * config.optim.batch_size * config.data.num_steps
+
+
+def default_pack_size(resources: Resources) -> int:
+    """Members of a pack where a sweep does not say.
+
+    An accelerator needs several of these small models at once to be busy. A core does not: there, packs save
+    compilations and overhead only, while small ones leave more to train side by side.
+    """
+    return 8 if resources.gpu or resources.tpu else 4
