@@ -36,13 +36,13 @@ def transformer_params(
 ) -> dict[str, int]:
     """Parameters of one transformer by group.
 
-    The embedding is a dense layer, i·e + e, or a table of vocab·e. The readout is a dense layer, e·o + o, or nothing where
-    the table serves again. The rest is per block; there are L blocks, or one if they are shared:
+    The embedding is a dense layer, i·e + e, or a table of vocab·e. The readout is a dense layer, e·o + o, or nothing
+    where the table serves again. The rest is per block; there are L blocks, or one if they are shared:
       position: h · max_distance, also in a block without attention, where nothing uses it.
       attention: query and key (e + 1)·q each, value (e + 1)·v, out (v + 1)·e.
       mlp: gelu_mlp (e + 1)·f + (f + 1)·e; swiglu 3·e·f.
-      norms: one before attention and one before the MLP, of e scales and, unless rms, e shifts; normalize_qk has a scale
-        for each entry of a head's query and key, 2·q/h. A last norm, not in any block, has 2·e.
+      norms: one before attention and one before the MLP, of e scales and, unless rms, e shifts; normalize_qk has a
+        scale for each entry of a head's query and key, 2·q/h. A last norm, not in any block, has 2·e.
 
     Args:
       model: shape of the transformer.
@@ -76,9 +76,7 @@ def train_flops_per_example(config: TrainConfig) -> int:
     none. `transformer_flops` derives the number.
     """
     task = config.task
-    return transformer_flops(
-        config.model, seq_len=task.seq_len, input_dim=task.input_dim, output_dim=task.output_dim
-    )
+    return transformer_flops(config.model, seq_len=task.seq_len, input_dim=task.input_dim, output_dim=task.output_dim)
 
 
 def transformer_flops(
@@ -94,12 +92,12 @@ def transformer_flops(
     Forward, in multiply-adds per example:
       embedding: s·i·e; a table is looked up, without a product.
       attention, per layer: query, key and value s·e·(2q + v); scores s²·q, as each of s² pairs has h products of q/h
-        entries; value network s²·v for the sum over keys and, unless it is the default, another s²·v for the hidden layer,
-        whose v/h units each sum over h heads for each of s² pairs; out s·v·e. The position bias is looked up.
+        entries; value network s²·v for the sum over keys and, unless it is the default, another s²·v for the hidden
+        layer, whose v/h units each sum over h heads for each of s² pairs; out s·v·e. The position bias is looked up.
       mlp, per layer: 2·s·e·f, or 3·s·e·f with swiglu.
       readout: s·e·o, or s·e·vocab with the table.
-    Backward, a product of two factors takes two more of the same size, one for the gradient of each factor. The embedding
-    alone takes one, because nobody asks for the gradient of the inputs.
+    Backward, a product of two factors takes two more of the same size, one for the gradient of each factor. The
+    embedding alone takes one, because nobody asks for the gradient of the inputs.
 
     Args:
       model: shape of the transformer.
