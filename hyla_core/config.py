@@ -7,7 +7,6 @@ others are properties. Imports neither jax nor flax.
 import hashlib
 import json
 import math
-from fractions import Fraction as ExactFraction
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -66,8 +65,9 @@ class SravenConfig(Config):
 
     @property
     def num_held_out(self) -> int:
-        """Rule combinations that training never shows: ⌊ood_fraction × num_combinations⌋, exactly, in decimal."""
-        return math.floor(ExactFraction(repr(self.ood_fraction)) * self.num_combinations)
+        """Rule combinations that training never shows: ⌊ood_fraction × num_combinations⌋."""
+        # The product is rounded to binary first, as in the official code, so that sizes compare: 0.7 × 330 gives 230.
+        return math.floor(self.ood_fraction * self.num_combinations)
 
     @property
     def seq_len(self) -> int:

@@ -477,14 +477,18 @@ def _keep_claims_alive() -> None:
     """Starts this process's one thread that renews heartbeats while training doesn't, as in a long compilation."""
     global _keeper_pid
 
-    def renew_all() -> None:
-        for writer in list(_writers):
-            writer._keep_alive()
+    def renew() -> None:
+        with _keeper_lock:
+            references = [weakref.ref(writer) for writer in _writers]
+        for reference in references:
+            if writer := reference():
+                writer._keep_alive()
+                del writer  # held no longer than needed: a dropped attempt gives its claim back
 
     def run() -> None:
         while True:
             time.sleep(KEEP_ALIVE_EVERY_S)
-            renew_all()  # a function, so that no reference outlasts it and keeps a dropped attempt alive
+            renew()
 
     with _keeper_lock:
         if _keeper_pid != os.getpid():  # a forked child has no thread yet
@@ -643,7 +647,8 @@ class AttemptWriter:
         if not _create_exclusively(self._claim_path, self._claim_content()):
             return False
         self._release = weakref.finalize(self, _give_back, self._claim_path, self._pid)
-        _writers.add(self)
+        with _keeper_lock:
+            _writers.add(self)
         return True
 
     def _settle(self) -> None:

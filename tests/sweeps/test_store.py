@@ -1,7 +1,6 @@
 """The results store: what is written comes back, and no crash, rival or broken file breaks a reader."""
 
 import errno
-import gc
 import json
 import math
 import os
@@ -62,10 +61,15 @@ def attempt(store: Store, trial_id: str, status: str | None, steps, *, start_ste
     """One whole attempt with a training loss at each step; status None leaves it as a killed process would."""
     writer = begin(store, trial_id, start_step=start_step)
     writer.add([(step, "train", "loss", value) for step in steps])
-    if status is None:
-        writer.flush()
-    else:
+    if status is not None:
         writer.seal(status)
+        return
+    writer.flush()
+    claim = store.path / "claims" / f"{trial_id}-{writer.attempt}.json"
+    del writer
+    deadline = time.monotonic() + 30
+    while claim.exists() and time.monotonic() < deadline:  # the heartbeat's thread may just hold the writer
+        time.sleep(0.01)
 
 
 def measured(frame: pd.DataFrame) -> list[tuple]:
@@ -202,8 +206,9 @@ def test_kinds_that_clash_name_both_files(store, other):
 
 
 def test_attempts_are_ordered_by_number_not_by_name(store):
-    for _ in range(11):
-        attempt(store, "t", "interrupted", [])
+    for number in range(11):
+        attempt(store, "t", "interrupted", [number + 1], start_step=number)
+    assert store.metrics()["step"].tolist() == list(range(1, 12))
     assert store.trials(raw=True)["attempt"].tolist() == list(range(1, 12))
     assert store.trials()["attempt"].tolist() == [11]
 
@@ -420,6 +425,8 @@ def test_rows_are_held_back_while_the_disk_is_full(store, monkeypatch):
         assert "\n" not in str(caught.value)
         assert store.trials()["status"].tolist() == ["running"]
     assert [path.name for path in store.path.rglob(".*")] == []  # no half-written files take up room
+    assert writer.flush()
+    assert store.trials()["status"].tolist() == ["running"]
     writer.seal("finished")
     assert writer.held_back is None
     assert store.metrics()["step"].tolist() == [10, 20]
@@ -614,6 +621,10 @@ def test_without_process_tables_silence_tells(store, monkeypatch):
     writer = begin(store)
     monkeypatch.setattr(store_module, "_process_start", lambda pid: "unknown")
     assert store.claims()[0].alive
+    change_claim(store, "t-1.json", process_start="unknown")
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "_process_start", lambda pid: "gone")
+        assert not store.claims()[0].alive
     old = time.time() - 70
     change_claim(store, "t-1.json", heartbeat=old)
     os.utime(store.path / "claims" / "t-1.json", (old, old))
@@ -645,8 +656,10 @@ def test_a_claim_that_was_swept_away_stays_away(store, monkeypatch):
 
 def test_a_dropped_writer_gives_its_claim_back(store):
     writer = begin(store)
+    deadline = time.monotonic() + 30
     del writer
-    gc.collect()
+    while store.claims() and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert store.claims() == []
     assert store.statuses()["t"].status == "interrupted"
     assert begin(store).attempt == 2
@@ -669,6 +682,22 @@ def test_a_stale_number_is_noticed(store, monkeypatch):
     monkeypatch.setattr(Store, "_parts_of", look_then_lose_time)
     assert begin(store).attempt == 2
     assert looks[0] == []
+
+
+def test_a_claim_that_a_listing_missed_is_noticed(store, monkeypatch):
+    """A file server may show a folder as it was a moment ago."""
+    writer = begin(store)
+    real = Store._claims_of
+    looks = []
+
+    def miss_once(self, trial_id):
+        looks.append(trial_id)
+        return [] if len(looks) == 1 else real(self, trial_id)
+
+    monkeypatch.setattr(Store, "_claims_of", miss_once)
+    assert store.begin("t", CONFIG, {}, 0, 100, {}) is None
+    assert [claim.attempt for claim in store.claims()] == [1]
+    assert not writer.sealed
 
 
 RIVALS = """
@@ -701,15 +730,25 @@ RIVALS = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("ends", ["lives", "ends"])
-def test_of_racing_processes_exactly_one_begins_each_trial(store, tmp_path, ends):
-    run_python(RIVALS, store.path, ends, tmp_path)
+@pytest.mark.parametrize("case", ["lives", "lives after a crash", "ends"])
+def test_of_racing_processes_exactly_one_begins_each_trial(store, tmp_path, case):
+    first = 1
+    if case == "lives after a crash":  # between the claim and the first part
+        writer = begin(store, "template")
+        template = store.path / "claims" / "template-1.json"
+        for trial in range(40):
+            shutil.copy(template, store.path / "claims" / f"t{trial}-1.json")
+            change_claim(store, f"t{trial}-1.json", pid=1, process_start="0")
+        writer.seal("failed")
+        (store.path / "trials" / "template-1.parquet").unlink()
+        first = 2
+    run_python(RIVALS, store.path, case, tmp_path)
     begun = [tuple(key) for path in tmp_path.glob("done-*") for key in json.loads(path.read_text())]
     assert len(begun) == len(set(begun))
     assert {trial_id for trial_id, _ in begun} == {f"t{trial}" for trial in range(40)}
-    if ends == "lives":
+    if case != "ends":
         assert len(begun) == 40
-        assert {number for _, number in begun} == {1}
+        assert {number for _, number in begun} == {first}
     assert set(begun) == set(store.trials(raw=True)[["trial_id", "attempt"]].itertuples(index=False, name=None))
     assert store.damaged == []
 
@@ -806,6 +845,7 @@ def test_what_is_no_part_is_passed_over(store):
     (trials / "f-1.parquet").mkdir()
     (trials / "g-1.parquet").write_text("trial_id,attempt\ng,1\n")
     (trials / ".h-1.parquet.1234.tmp").write_bytes(b"half")
+    (trials / "._a-1.parquet").write_bytes(b"what a file manager leaves")
     (trials / "notes.txt").write_text("mine")
     assert store.trials()["trial_id"].tolist() == ["a", "b"]
     reasons = {path.name: reason for path, reason in store.damaged}
