@@ -20,6 +20,10 @@ class Device(NamedTuple):
         """Whether one device is a core of this machine."""
         return self.kind == "cpu"
 
+    def is_named(self, device_kind: str) -> bool:
+        """Whether this is what jax calls `device_kind`."""
+        return re.search(self.jax_name, device_kind.lower()) is not None
+
     def peak_flops_per_s(self, dtype: str) -> float:
         """The most that matrix products reach with activations of this type."""
         return self.bfloat16_flops_per_s if dtype == "bfloat16" else self.float32_flops_per_s

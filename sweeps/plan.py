@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,13 @@ from sweeps.spec import SEED_AXES, RunConfig, SweepSpec, load_sweep
 MAX_ROWS = 60
 """Shapes shown in the table; --json lists all of them."""
 
+MAX_DAMAGED = 5
+"""Unreadable parts named in the text."""
+
+MAX_TIMED_PER_SHAPE = 8
+MAX_TIMED_OTHERS = 50
+"""Finished trials whose timings are read, of each shape of the sweep and of other sweeps in the store."""
+
 FORWARD_SHARE = 1 / 3
 """Of a training step's operations; the backward pass takes twice as many as the forward pass."""
 
@@ -30,7 +36,9 @@ class StoreState(NamedTuple):
     """What a store knows of a sweep."""
 
     statuses: dict[str, str]  # trial_id → finished or diverged
-    timings: dict[str, tuple[str, float, float]]  # trial_id → what jax calls the device, FLOPs trained, device seconds
+    timings: dict[
+        str, tuple[str, float, float]
+    ]  # trial_id → what jax calls the device, FLOPs, device seconds; a sample
     damaged: list[str]  # parts that could not be read
 
 
@@ -89,8 +97,9 @@ def plan_command(args: argparse.Namespace) -> int:
 
     spec = load_sweep(args.sweep, tiny=args.tiny, overrides=args.overrides)
     device, count = parse_devices(args.devices) if args.devices else (DEVICES["cpu"], num_cpus())
+    trials = expand(spec)
     store = resolve_store(args)
-    plan = make_plan(spec, expand(spec), store, read_store(store), device, count)
+    plan = make_plan(spec, trials, store, read_store(store, trials), device, count)
     if args.json:
         print(json.dumps(as_json(plan), ensure_ascii=False))
     else:
@@ -98,8 +107,12 @@ def plan_command(args: argparse.Namespace) -> int:
     return 1 if plan.damaged else 0
 
 
-def read_store(path: str) -> StoreState:
-    """The finished trials of a store; none where there is no store yet.
+def read_store(path: str, trials: Sequence[TrialSpec]) -> StoreState:
+    """What a store knows; nothing where there is no store yet.
+
+    Args:
+      path: of the store.
+      trials: of the sweep that is planned; their timings are looked at first.
 
     Raises:
       StoreError: there is something at the path that is no store.
@@ -108,20 +121,29 @@ def read_store(path: str) -> StoreState:
         folder = Path(path).expanduser()
         if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             return StoreState({}, {}, [])
-    from sweeps.store import FINAL, Store  # pyarrow and pandas take a while to import
+    from sweeps.store import Store  # pyarrow and pandas take a while to import
 
     store = Store.open(path)
-    rows = store.trials()
-    rows = rows[rows["status"].isin(FINAL)]
+    statuses = store.finished()
+    damaged = [f"{where}: {reason}" for where, reason in store.damaged]
+    rows = store.trials(trial_ids=_sample(statuses, trials))
     # Whole trainings only: of a resumed one, the seconds of its earlier attempts stand elsewhere.
-    timed = rows[(rows["status"] == "finished") & (rows["start_step"] == 0) & (rows["device_s"] > 0)]
-    timed = timed[timed["train_flops"] > 0]
+    timed = rows[(rows["start_step"] == 0) & (rows["device_s"] > 0) & (rows["train_flops"] > 0)]
     columns = [timed[name].tolist() for name in ("trial_id", "device_kind", "train_flops", "device_s")]
-    return StoreState(
-        statuses=dict(zip(rows["trial_id"].tolist(), rows["status"].tolist(), strict=True)),
-        timings={trial_id: (str(kind), flops, s) for trial_id, kind, flops, s in zip(*columns, strict=True)},
-        damaged=[f"{where}: {reason}" for where, reason in store.damaged],
-    )
+    timings = {trial_id: (str(kind), flops, s) for trial_id, kind, flops, s in zip(*columns, strict=True)}
+    return StoreState(statuses, timings, damaged)
+
+
+def _sample(statuses: Mapping[str, str], trials: Sequence[TrialSpec]) -> list[str]:
+    """Finished trials whose timings tell enough: opening all the parts of a large store would take longer."""
+    shapes: dict[str, list[str]] = {}
+    for trial in trials:
+        if statuses.get(trial.trial_id) == "finished":
+            shapes.setdefault(shape_key(trial.config), []).append(trial.trial_id)
+    sample = [trial_id for ids in shapes.values() for trial_id in ids[:: -(-len(ids) // MAX_TIMED_PER_SHAPE)]]
+    ours = {trial.trial_id for trial in trials}
+    others = [trial_id for trial_id, status in statuses.items() if status == "finished" and trial_id not in ours]
+    return sample + others[:MAX_TIMED_OTHERS]
 
 
 def make_plan(
@@ -167,7 +189,7 @@ class _Rates:
 
     def __init__(self, run: RunConfig, device: Device, state: StoreState, groups: Mapping[str, Sequence[TrialSpec]]):
         self.run, self.device = run, device
-        there = {id_: row for id_, row in state.timings.items() if re.search(device.jax_name, row[0].lower())}
+        there = {id_: row for id_, row in state.timings.items() if device.is_named(row[0])}
         self.num_measured = len(there)
         self.overall = _speed(there.values())
         # Small models reach less than large ones, so that a shape's own trials tell more than the average.
@@ -213,8 +235,8 @@ def _cost(
     else:
         peak = device.peak_flops_per_s(trials[0].config.numerics.dtype)
         explanation = (
-            f"assumed: {device.utilisation:.0%} of one {_unit(device)}'s peak of {_si(peak)}FLOP/s, which may be off by a "
-            f"factor of three; the store has no finished trial on {device.kind} to go by"
+            f"assumed: {device.utilisation:.0%} of one {_unit(device)}'s peak of {_si(peak)}FLOP/s, give or take "
+            f"a factor of three; the store has no finished trial on {device.kind} to go by"
         )
     return Cost(
         device=device.kind,
@@ -315,6 +337,7 @@ class _Table(NamedTuple):
     rows: list[list[str]]
     num_left: int  # columns aligned to the left; the others hold numbers
     total: list[str] | None = None
+    folded: int | None = None  # the column that may take several lines where the terminal is narrow
 
 
 def print_plan(plan: Plan, out: IO[str]) -> None:
@@ -322,10 +345,14 @@ def print_plan(plan: Plan, out: IO[str]) -> None:
     spec = plan.spec
     title = f"{spec.name}{' (tiny)' if spec.tiny else ''}: {spec.path} → {plan.store}"
     parts: list[str | _Table] = [_axes_table(plan), _trials_text(plan), _shapes_table(plan)]
-    if hidden := len(plan.shapes) - MAX_ROWS:
-        parts += [f"… and {hidden:,} more rows; --json lists all"] if hidden > 0 else []
+    if (hidden := len(plan.shapes) - MAX_ROWS) > 0:
+        parts.append(f"… and {hidden:,} more rows; --json lists all")
     parts.append(_cost_text(plan))
-    parts += [f"passed over in {plan.store}: {damage}" for damage in plan.damaged]
+    if plan.damaged:
+        lines = [f"passed over: {damage}" for damage in plan.damaged[:MAX_DAMAGED]]
+        if hidden := len(plan.damaged) - len(lines):
+            lines.append(f"… and {hidden:,} more parts of the store that cannot be read; --json lists all")
+        parts.append("\n".join(lines))
     if out.isatty():
         _print_drawn(title, parts, out)
     else:
@@ -338,7 +365,7 @@ def _axes_table(plan: Plan) -> _Table:
     for axis, values in spec.axes.items():
         role = "averaged over" if axis in SEED_AXES else "best one chosen" if axis in spec.select_over else ""
         rows.append([axis, ", ".join(map(str, values)), role])
-    return _Table(["axis", "values", ""], rows, 3)
+    return _Table(["axis", "values", ""], rows, 3, folded=1)
 
 
 def _trials_text(plan: Plan) -> str:
@@ -385,9 +412,7 @@ def _cost_text(plan: Plan) -> str:
     if not plan.num_new:
         return "nothing left to pay for"
     devices = f"{_counted(cost.num_devices, cost.unit)}, {_counted(cost.num_slots, 'pack')} at once"
-    text = (
-        f"about {_hours(cost.device_s)} of {cost.unit} time: {duration(cost.wall_s)} on {devices}\n({cost.explanation})"
-    )
+    text = f"about {_hours(cost.device_s)} of {cost.unit} time: {_wall(cost.wall_s)} on {devices}\n({cost.explanation})"
     resources = plan.spec.run.resources
     if cost.device == "cpu" and (resources.gpu or resources.tpu):
         text += "\nThe sweep asks for an accelerator: --devices h100:8, say, gives its price there."
@@ -422,6 +447,11 @@ def _hours(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 36_000 else f"{seconds / 3600:,.0f} h"
 
 
+def _wall(seconds: float) -> str:
+    """`45 s`, `2 h 5 min`, `3 d 4 h`, `1,200 d`."""
+    return duration(seconds) if seconds < 30 * 86_400 else f"{seconds / 86_400:,.0f} d"
+
+
 def _print_plain(title: str, parts: Sequence[str | _Table], out: IO[str]) -> None:
     print(title, file=out)
     for part in parts:
@@ -451,13 +481,21 @@ def _print_drawn(title: str, parts: Sequence[str | _Table], out: IO[str]) -> Non
         if isinstance(part, str):
             console.print(Text(part))
             continue
-        table = Table(box=box.SIMPLE_HEAD, show_footer=part.total is not None, header_style="bold", footer_style="bold")
+        table = Table(
+            box=box.SIMPLE_HEAD,
+            show_footer=part.total is not None,
+            header_style="bold",
+            footer_style="bold",
+            collapse_padding=True,
+            pad_edge=False,
+        )
         for index, header in enumerate(part.headers):
-            is_text = index < part.num_left
-            footer = part.total[index] if part.total else ""
-            # Numbers stay on one line, however narrow the terminal.
             table.add_column(
-                header, footer, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
+                header,
+                part.total[index] if part.total else "",
+                justify="left" if index < part.num_left else "right",
+                no_wrap=index != part.folded,
+                overflow="fold" if index == part.folded else "ellipsis",
             )
         for row in part.rows:
             table.add_row(*map(Text, row))

@@ -40,6 +40,7 @@ import time
 import traceback
 import uuid
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -68,7 +69,7 @@ STATUSES = (*FINAL, "failed", "interrupted")  # what an attempt can end as
 
 _FOLDERS = ("trials", "metrics", "sweeps", "claims", "checkpoints")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")  # of trials, requests and runs: they become file names
-_READERS = 8  # threads; one file each
+_READERS = 4  # threads, one file each; more only contend for the interpreter
 
 
 class StoreError(Exception):
@@ -207,13 +208,14 @@ def _list(folder: Path, suffix: str) -> list[_Entry]:
                     entries.append(_Entry(item.name, (stat.st_size, stat.st_mtime_ns, stat.st_ino)))
     except FileNotFoundError:
         return []
-    return sorted(entries)
+    return sorted(entries, key=lambda entry: _split_name(entry.name, suffix) or (entry.name, 0))
 
 
 def _names(folder: Path, prefix: str) -> list[str]:
     """Names of the files in a folder that start so."""
     try:
-        return [item.name for item in folder.iterdir() if item.name.startswith(prefix)]
+        with os.scandir(folder) as scan:
+            return [item.name for item in scan if item.name.startswith(prefix)]
     except FileNotFoundError:
         return []
 
@@ -299,9 +301,19 @@ def _encode(table: str, rows: pa.Table) -> bytes:
         else {"compression": "zstd"}
     )
     with pq.ParquetWriter(sink, rows.schema, store_schema=False, write_page_checksum=True, **options) as writer:
-        writer.add_key_value_metadata({"hyla.table": table, "hyla.schema_version": str(SCHEMA_VERSION)})
+        marks = {
+            "table": table,
+            "schema_version": str(SCHEMA_VERSION),
+            "checksum": _checksum(rows.column_names, len(rows)),
+        }
+        writer.add_key_value_metadata({f"hyla.{name}": value for name, value in marks.items()})
         writer.write_table(rows)
     return sink.getvalue().to_pybytes()
+
+
+def _checksum(names: Sequence[str], num_rows: int) -> str:
+    """Of what a file says of its shape; the values have checksums of their own, in their pages."""
+    return f"{zlib.crc32(json.dumps([num_rows, *names]).encode()):08x}"
 
 
 class _Damaged(Exception):
@@ -326,7 +338,8 @@ def _decode(table: str, path: Path, columns: Sequence[str] | None = None) -> pa.
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
         marks = file.metadata.metadata or {}
-        names = file.schema_arrow.names
+        schema = file.schema_arrow
+        types = dict(zip(schema.names, schema.types, strict=True))
     except Exception as error:  # pyarrow answers damage with many kinds of error
         raise _Damaged(_reason(error)) from error
     if marks.get(b"hyla.table") != table.encode():
@@ -339,14 +352,16 @@ def _decode(table: str, path: Path, columns: Sequence[str] | None = None) -> pa.
         raise StoreError(
             f"{path}: schema version {version} is newer than this code reads ({SCHEMA_VERSION}); update the code"
         )
-    if missing := [name for name in _REQUIRED[table] if name not in names]:
+    if marks.get(b"hyla.checksum") != _checksum(schema.names, file.metadata.num_rows).encode():
+        raise _Damaged("its description of the columns was changed")
+    if missing := [name for name in _REQUIRED[table] if name not in types]:
         raise _Damaged(f"columns missing: {', '.join(missing)}")
     try:
-        wanted = None if columns is None else [name for name in columns if name in names]
+        wanted = list(types) if columns is None else [name for name in columns if name in types]
         rows = file.read(columns=wanted, use_threads=False)
-        for name, declared in _DECLARED[table].items():
-            if name in rows.column_names and rows.schema.field(name).type != declared:
-                index = rows.schema.get_field_index(name)
+        for index, name in enumerate(rows.column_names):
+            declared = _DECLARED[table].get(name, types[name])
+            if types[name] != declared:
                 rows = rows.set_column(index, name, rows.column(name).cast(declared))
     except Exception as error:
         raise _Damaged(_reason(error)) from error
@@ -442,20 +457,17 @@ class Claim(NamedTuple):
 
 def _is_alive(content: Mapping[str, Any], modified: float) -> bool:
     if content.get("machine") == _machine():
-        pid, started = content.get("pid", 0), content.get("process_start")
-        if pid == os.getpid() and started == _process_start(pid):
-            return content.get("token") in _WRITERS
-        now = _process_start(pid)
+        now, started = _process_start(content.get("pid", 0)), content.get("process_start")
         if now == _GONE:
             return False
-        if now != _UNKNOWN and started != _UNKNOWN:
+        if _UNKNOWN not in (now, started):
             return now == started
     # The later of the two: neither a clock that runs behind nor a file server that keeps old times kills a live claim.
     return time.time() - max(content.get("heartbeat", 0.0), modified) < DEAD_AFTER_S
 
 
-_WRITERS: weakref.WeakValueDictionary[str, AttemptWriter] = weakref.WeakValueDictionary()
-"""Attempts of this process by the token of their claim; an attempt that nobody holds any more is dead."""
+_writers: weakref.WeakSet[AttemptWriter] = weakref.WeakSet()
+"""The attempts of this process that hold a claim."""
 
 _keeper_pid: int | None = None
 _keeper_lock = threading.Lock()
@@ -465,17 +477,26 @@ def _keep_claims_alive() -> None:
     """Starts this process's one thread that renews heartbeats while training doesn't, as in a long compilation."""
     global _keeper_pid
 
-    def renew() -> None:
+    def renew_all() -> None:
+        for writer in list(_writers):
+            writer._keep_alive()
+
+    def run() -> None:
         while True:
             time.sleep(KEEP_ALIVE_EVERY_S)
-            for writer in list(_WRITERS.values()):
-                writer._keep_alive()
-            del writer  # a reference kept through the sleep would keep a dropped attempt alive
+            renew_all()  # a function, so that no reference outlasts it and keeps a dropped attempt alive
 
     with _keeper_lock:
         if _keeper_pid != os.getpid():  # a forked child has no thread yet
             _keeper_pid = os.getpid()
-            threading.Thread(target=renew, name="hyla-store-heartbeat", daemon=True).start()
+            threading.Thread(target=run, name="hyla-store-heartbeat", daemon=True).start()
+
+
+def _give_back(claim: Path, pid: int) -> None:
+    """Removes the claim of an attempt that has ended or that nobody holds any more, unless in a forked child."""
+    if pid == os.getpid():
+        with suppress(OSError):
+            _remove(claim)
 
 
 # ------------------------------------------------------------------------------------------------------------- writer
@@ -485,7 +506,8 @@ class AttemptWriter:
     """Writes one attempt at one trial. Made by `Store.begin`; safe to use from several threads.
 
     Rows wait in memory until `flush`, which `add` calls every few seconds. When a write fails because the disk is full,
-    the rows are held back and written by a later flush.
+    the rows are held back and written by a later flush. A writer that is dropped before `seal` gives its claim back:
+    the attempt reads as interrupted.
 
     Attributes:
       trial_id: the trial.
@@ -500,6 +522,7 @@ class AttemptWriter:
         self.held_back: str | None = None
         self.sealed = False
         self._row = row
+        self._reached = 0
         self._config = dict(config)
         self._store = store
         self._lock = threading.RLock()
@@ -508,12 +531,11 @@ class AttemptWriter:
         self._written_row: dict[str, Any] | None = None
         self._flush_due = time.monotonic() + FLUSH_EVERY_S
         self._progress: dict[str, Any] = {}
-        self._token = uuid.uuid4().hex
         self._pid = os.getpid()
         self._run_id = run_id
         self._begun = False
         self._last_beat = 0.0
-        _WRITERS[self._token] = self
+        self._release: Callable[[], object] = lambda: None
 
     def __repr__(self) -> str:
         return f"AttemptWriter({self.trial_id}-{self.attempt}, {self._row['status'] or 'running'})"
@@ -525,10 +547,10 @@ class AttemptWriter:
 
     def update(self, **facts: Any) -> None:
         """Sets columns of the attempt's row, such as `start_step` once a checkpoint is restored, or `compile_s`."""
-        self._check_facts(facts)
+        _check_facts(facts)
         with self._lock:
-            self._row.update(facts)
-            self._row["step"] = max(self._row["step"], self._row["start_step"])
+            self._require_open()
+            self._set(facts)
 
     def add(self, rows: Iterable[tuple[int, str, str, float]]) -> None:
         """Adds measurements, each (step, split, metric, value)."""
@@ -536,7 +558,8 @@ class AttemptWriter:
             self._require_open()
             for step, split, metric, value in rows:
                 self._rows.append((int(step), str(split), str(metric), float(value)))
-                self._row["step"] = max(self._row["step"], int(step))
+                self._reached = max(self._reached, int(step))
+            self._set({})
             if time.monotonic() >= self._flush_due:
                 self.flush()
 
@@ -551,25 +574,25 @@ class AttemptWriter:
             start = time.monotonic()
             try:
                 self._write_parts()
-                self.held_back = None
             except OSError as error:
                 self.held_back = _reason(error)
             # Many small members on a slow disk must not spend their time on live parts: at most a twentieth of it.
-            taken = (time.monotonic() - start) * len(_WRITERS)
+            taken = (time.monotonic() - start) * len(_writers)
             self._flush_due = time.monotonic() + max(FLUSH_EVERY_S, 20 * taken)
             return self.held_back is None
 
-    def heartbeat(self, **progress: Any) -> None:
+    def heartbeat(self, progress: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         """Tells the live view how far the attempt is; written at most once a second.
 
         Args:
-          **progress: step, num_steps, loss, and what else the view should show; merged into what was told before.
+          progress: step, num_steps, loss, and what else the view should show; merged into what was told before.
+          **more: the same as keywords.
         """
         with self._lock:
             self._require_open()
-            self._progress.update(progress)
-            if "step" in progress:
-                self._row["step"] = max(self._row["step"], int(progress["step"]))
+            self._progress.update(progress or {}, **more)
+            self._reached = max(self._reached, int(self._progress.get("step", 0)))
+            self._set({})
             if time.monotonic() - self._last_beat >= HEARTBEAT_EVERY_S:
                 self._beat()
 
@@ -586,12 +609,11 @@ class AttemptWriter:
         """
         if status not in STATUSES:
             raise ValueError(f"status={status!r} is unknown; choose one of {list(STATUSES)}")
-        self._check_facts(facts)
+        _check_facts(facts)
         with self._lock:
             self._require_open()
             before = dict(self._row)
-            self._row.update(facts, status=status, ended_at=datetime.now(UTC), **_error_columns(error))
-            self._row["step"] = max(self._row["step"], self._row["start_step"], before["step"])
+            self._set({**facts, "status": status, "ended_at": datetime.now(UTC), **_error_columns(error)})
             try:
                 self._write_parts()
             except OSError as failure:
@@ -601,9 +623,7 @@ class AttemptWriter:
                     f"{self._store.path}: the results of trial {self.trial_id} can't be written: {self.held_back}"
                 ) from failure
             self.sealed = True
-            _WRITERS.pop(self._token, None)
-            with suppress(OSError):  # a claim of a sealed attempt means nothing
-                _remove(self._claim_path)
+            self._release()
 
     @property
     def _claim_path(self) -> Path:
@@ -613,12 +633,23 @@ class AttemptWriter:
         if self.sealed:
             raise RuntimeError(f"attempt {self.attempt} at trial {self.trial_id} is sealed")
 
-    @staticmethod
-    def _check_facts(facts: Mapping[str, Any]) -> None:
-        for name in facts:
-            if name in _OWNED or name not in _DECLARED["trials"]:
-                allowed = [name for name in _DECLARED["trials"] if name not in _OWNED]
-                raise ValueError(f"{name} is not a column to set; choose from {allowed}")
+    def _set(self, columns: Mapping[str, Any]) -> None:
+        self._row.update(columns)
+        self._reached = max(self._reached, columns.get("step", 0))
+        self._row["step"] = max(self._reached, self._row["start_step"])
+
+    def _claim(self) -> bool:
+        """Takes the claim; False where somebody was faster. It is given back when the attempt ends or is dropped."""
+        if not _create_exclusively(self._claim_path, self._claim_content()):
+            return False
+        self._release = weakref.finalize(self, _give_back, self._claim_path, self._pid)
+        _writers.add(self)
+        return True
+
+    def _settle(self) -> None:
+        """Tells rivals that the attempt is begun."""
+        self._begun = True
+        _write(self._claim_path, self._claim_content(), durable=False)
 
     def _write_parts(self) -> None:
         """Metrics first: a row of the trials table never promises metrics that aren't there."""
@@ -639,6 +670,7 @@ class AttemptWriter:
                 _encode("trials", pa.Table.from_pylist([{**self._row, **self._config}], schema=schema)),
             )
             self._written_row = dict(self._row)
+        self.held_back = None
 
     def _claim_content(self) -> bytes:
         content = {
@@ -650,24 +682,49 @@ class AttemptWriter:
             "machine": _machine(),
             "pid": self._pid,
             "process_start": _process_start(self._pid),
-            "token": self._token,
             "heartbeat": time.time(),
             "progress": self._progress,
         }
-        return json.dumps(content, default=str).encode()
+        return json.dumps(content, default=_plain).encode()
 
     def _beat(self) -> None:
         """Rewrites the claim. One that was swept away stays away: somebody else has the trial now."""
         self._last_beat = time.monotonic()
-        with suppress(OSError):  # a full disk: the attempt goes on
-            if self._claim_path.exists():
-                _write(self._claim_path, self._claim_content(), durable=False)
+        if not self._claim_path.exists():
+            return
+        try:
+            _write(self._claim_path, self._claim_content(), durable=False)
+        except OSError:  # a full disk has room for a new time
+            with suppress(OSError):
+                os.utime(self._claim_path)
 
     def _keep_alive(self) -> None:
-        if self._pid == os.getpid():
-            with self._lock:
-                if not self.sealed and self._begun and time.monotonic() - self._last_beat >= KEEP_ALIVE_EVERY_S / 2:
-                    self._beat()
+        with self._lock:
+            if self._begun and not self.sealed and time.monotonic() - self._last_beat >= KEEP_ALIVE_EVERY_S / 2:
+                self._beat()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON makes of a numpy or jax scalar, or of anything else."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    """Refuses what is no column of the trials table that a caller may set, or has no value of its type."""
+    declared = _DECLARED["trials"]
+    for name, value in facts.items():
+        if name in _OWNED or name not in declared:
+            raise ValueError(
+                f"{name!r} is no column to set; choose from {[name for name in declared if name not in _OWNED]}"
+            )
+        _check_value(name, value, declared[name])
+
+
+def _check_value(name: str, value: Any, kind: pa.DataType) -> None:
+    try:
+        pa.array([value], kind)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}={value!r} does not fit its column, which is {kind}") from error
 
 
 def _error_columns(error: str | BaseException | None) -> dict[str, str | None]:
@@ -842,11 +899,11 @@ class Store:
         """
         _check_name("trial_id", trial_id)
         facts = {"host": socket.gethostname(), "pid": os.getpid(), "user": _user(), **provenance, **counts}
-        AttemptWriter._check_facts(facts)
+        _check_facts(facts)
         for name, value in config_flat.items():
             if "." not in name or name in _DECLARED["trials"]:
                 raise ValueError(f"config field {name!r} needs a dotted name that is no column of the trials table")
-            _config_type(name, value)
+            _check_value(name, value, _config_type(name, value))
         row = {
             **dict.fromkeys(_DECLARED["trials"]),
             **facts,
@@ -878,24 +935,22 @@ class Store:
             attempt = 1 + max([*parts, *(claim.attempt for claim in claims)], default=0)
             started = {**row, "attempt": attempt, "started_at": datetime.now(UTC)}
             writer = AttemptWriter(self, started, config, row["run_id"])
-            if not _create_exclusively(writer._claim_path, writer._claim_content()):
+            if not writer._claim():
                 continue
             try:
                 parts, claims = self._parts_of(trial_id), self._claims_of(trial_id)
                 outdated = any(part >= attempt for part in parts)
                 if outdated or any(claim.alive and claim.attempt < attempt for claim in claims):
-                    _remove(writer._claim_path)
+                    writer._release()
                     time.sleep(random.uniform(0.001, 0.01))
                     continue
                 writer._write_parts()
                 for claim in claims:
                     if not claim.alive:
                         self._sweep_away(claim)
-                writer._begun = True
-                _write(writer._claim_path, writer._claim_content(), durable=False)
+                writer._settle()
             except BaseException:
-                with suppress(OSError):
-                    _remove(writer._claim_path)
+                writer._release()
                 raise
             _keep_claims_alive()
             return writer
@@ -1054,8 +1109,11 @@ class Store:
     def load_checkpoints(self, trial_id: str) -> Iterator[tuple[int, bytes]]:
         """The saved states of a trial, newest first, each (step, bytes); the caller judges whether one is damaged."""
         for step in reversed(self._checkpoint_steps(trial_id)):
-            with suppress(OSError):
-                yield step, (self._checkpoint_folder(trial_id) / f"{step}.ckpt").read_bytes()
+            try:
+                data = (self._checkpoint_folder(trial_id) / f"{step}.ckpt").read_bytes()
+            except OSError:
+                continue
+            yield step, data
 
     def clear_checkpoints(self, trial_id: str) -> None:
         """Removes a trial's saved states."""
@@ -1071,10 +1129,12 @@ class Store:
 
     def statuses(self) -> dict[str, TrialState]:
         """Every trial that was ever begun: trial_id → where it is."""
-        live = {(claim.trial_id, claim.attempt): claim for claim in self.claims() if claim.alive and claim.begun}
-        states = {}
-        for trial_id, row in _winners(self._attempts()).items():
-            states[trial_id] = TrialState(
+        live = self._live_claims()  # before the parts: an attempt that ends meanwhile is then told by its sealed part
+        attempts = self._attempts()
+        if any(row.status is None and (row.trial_id, row.attempt) not in live for row in attempts):
+            live |= self._live_claims()  # and after: it may have begun meanwhile
+        states = {
+            trial_id: TrialState(
                 status=row.status or "interrupted",
                 attempt=row.attempt,
                 step=row.step or row.start_step,
@@ -1085,9 +1145,12 @@ class Store:
                 run_id=row.run_id,
                 progress={},
             )
-        for claim in live.values():
+            for trial_id, row in _winners(attempts).items()
+        }
+        sealed = {(row.trial_id, row.attempt) for row in attempts if row.status}
+        for key, claim in live.items():
             known = states.get(claim.trial_id)
-            if known and (known.status in FINAL or known.attempt > claim.attempt):
+            if key in sealed or (known and (known.status in FINAL or known.attempt > claim.attempt)):
                 continue
             progress = claim.progress
             states[claim.trial_id] = TrialState(
@@ -1128,21 +1191,24 @@ class Store:
             )
         return sorted(summaries, key=lambda item: item.requested_at, reverse=True)
 
-    def trials(self, raw: bool = False) -> pd.DataFrame:
+    def trials(self, raw: bool = False, trial_ids: Iterable[str] | None = None) -> pd.DataFrame:
         """The trials table, ordered by trial and attempt.
 
         Args:
           raw: every attempt, else the one of each trial that counts.
+          trial_ids: of these trials only; files of others aren't opened.
 
         Returns:
           The columns of `TRIALS`, then the config's fields. `status` is `running` or `interrupted` where the attempt
           hasn't been sealed. Integers are floats, with NaN, where a row has none.
         """
-        return self._trial_table(raw).to_pandas()
+        return self._trial_table(raw, trial_ids).to_pandas()
 
-    def _trial_table(self, raw: bool) -> pa.Table:
-        table = _concatenate(self._read("trials"), "trials")
-        live = {(claim.trial_id, claim.attempt) for claim in self.claims() if claim.alive}
+    def _trial_table(self, raw: bool, trial_ids: Iterable[str] | None = None) -> pa.Table:
+        wanted = None if trial_ids is None else set(trial_ids)
+        live = self._live_claims()  # before and after the parts, as in `statuses`
+        parts = self._read("trials", is_wanted=lambda key: wanted is None or key[0] in wanted)
+        table = _concatenate(parts, "trials")
         keys = list(zip(table["trial_id"].to_pylist(), table["attempt"].to_pylist(), strict=True))
         rows = [
             _Attempt(*key, status, start_step, None, None, None, None, None)
@@ -1150,6 +1216,8 @@ class Store:
                 keys, table["status"].to_pylist(), table["start_step"].to_pylist(), strict=True
             )
         ]
+        if any(row.status is None and key not in live for key, row in zip(keys, rows, strict=True)):
+            live |= self._live_claims()
         statuses = [
             row.status or ("running" if key in live else "interrupted") for key, row in zip(keys, rows, strict=True)
         ]
@@ -1160,7 +1228,10 @@ class Store:
         else:
             winners = {(row.trial_id, row.attempt) for row in _winners(rows).values()}
             chosen = [index for index, key in enumerate(keys) if key in winners]
-        return table.take(sorted(chosen, key=lambda index: keys[index]))
+        return table.take(pa.array(sorted(chosen, key=lambda index: keys[index]), _INT))
+
+    def _live_claims(self) -> dict[tuple[str, int], Claim]:
+        return {(claim.trial_id, claim.attempt): claim for claim in self.claims() if claim.alive}
 
     def metrics(
         self,
@@ -1195,15 +1266,15 @@ class Store:
         def is_wanted(key: tuple[str, int]) -> bool:
             return (wanted is None or key[0] in wanted) and (limits is None or key in limits)
 
-        def counting(key: tuple[str, int], rows: pa.Table) -> pa.Table:
-            limit = limits[key] if limits is not None else None
-            return rows if limit is None else rows.filter(pc.less_equal(rows["step"], limit))
+        def reduce(key: tuple[str, int], rows: pa.Table) -> pa.Table:
+            if limits is not None and (limit := limits[key]) is not None:
+                rows = rows.filter(pc.less_equal(rows["step"], limit))
+            for name, values in (("split", splits), ("metric", metrics)):
+                if values is not None:
+                    rows = rows.filter(pc.is_in(rows[name], pa.array(list(values), _STRING)))
+            return rows
 
-        table = _concatenate(self._read("metrics", is_wanted=is_wanted, reduce=counting), "metrics")
-        for name, values in (("split", splits), ("metric", metrics)):
-            if values is not None:
-                table = table.filter(pc.is_in(table[name], pa.array(list(values), _STRING)))
-        return table
+        return _concatenate(self._read("metrics", is_wanted=is_wanted, reduce=reduce), "metrics")
 
     def final_metrics(self, splits: Sequence[str] | None = None, metrics: Sequence[str] | None = None) -> pd.DataFrame:
         """The last row of each (trial, split, metric) that counts, with the columns of `METRICS`."""
@@ -1396,7 +1467,7 @@ def equal_tables(
         a, b = rows_a[trial_id], rows_b[trial_id]
         config = [name for name in {**a, **b} if is_config_column(name)]
         for name in ("status", "step", "num_steps", *_COUNTS, *config):
-            if a.get(name) != b.get(name):
+            if not _agree(a.get(name), b.get(name)):
                 lines.append(f"trial {trial_id}: {name} is {a.get(name)!r} against {b.get(name)!r}")
 
     keys = ["trial_id", "step", "split", "metric"]
@@ -1404,29 +1475,37 @@ def equal_tables(
     merged = a_frame.merge(b_frame, on=keys, how="outer", suffixes=("_a", "_b"), indicator="side")
     if max_step is not None:
         merged = merged[merged["step"] <= max_step]
-    for _, rows in merged.groupby("trial_id"):
-        trial_id = rows["trial_id"].iloc[0]
-        for side, store in (("left_only", store_a), ("right_only", store_b)):
-            alone = rows[rows["side"] == side]
-            if len(alone):
-                first = alone.iloc[0]
-                lines.append(
-                    f"trial {trial_id}: {len(alone)} metric rows are only in {store.path}, "
-                    f"the first at step {first['step']}: {first['split']} {first['metric']}"
-                )
-        rows = rows[rows["side"] == "both"]
-        agree = [_agree(a, b, rtol, atol) for a, b in zip(rows["value_a"], rows["value_b"], strict=True)]
-        differing = rows[[not item for item in agree]]
-        if len(differing):
-            first = differing.iloc[0]
+    for side, store in (("left_only", store_a), ("right_only", store_b)):
+        for trial_id, rows in _rows_by_trial(merged[merged["side"] == side]):
             lines.append(
-                f"trial {trial_id}: {len(differing)} of {len(rows)} values differ, the first at step {first['step']}: "
-                f"{first['split']} {first['metric']} {first['value_a']!r} against {first['value_b']!r}"
+                f"trial {trial_id}: {len(rows)} metric rows are only in {store.path}, the first {_place(rows)}"
             )
+    shared = merged[merged["side"] == "both"]
+    agree = [_agree(a, b, rtol, atol) for a, b in zip(shared["value_a"], shared["value_b"], strict=True)]
+    num_shared = shared["trial_id"].value_counts()
+    for trial_id, rows in _rows_by_trial(shared[[not item for item in agree]]):
+        a_value, b_value = rows["value_a"].iloc[0], rows["value_b"].iloc[0]
+        lines.append(
+            f"trial {trial_id}: {len(rows)} of {num_shared[trial_id]} values differ, the first {_place(rows)}: "
+            f"{float(a_value)!r} against {float(b_value)!r}"
+        )
     return lines
 
 
-def _agree(a: float, b: float, rtol: float, atol: float) -> bool:
+def _rows_by_trial(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    for trial_id, rows in frame.sort_values(["trial_id", "step"], kind="stable").groupby("trial_id"):
+        yield str(trial_id), rows
+
+
+def _place(rows: pd.DataFrame) -> str:
+    """Where the first of some metric rows was measured."""
+    first = rows.iloc[0]
+    return f"at step {first['step']}, {first['split']} {first['metric']}"
+
+
+def _agree(a: Any, b: Any, rtol: float = 0.0, atol: float = 0.0) -> bool:
+    if not (isinstance(a, float) and isinstance(b, float)):
+        return a == b
     if math.isnan(a) or math.isnan(b):
         return math.isnan(a) and math.isnan(b)
     if a == b:

@@ -108,7 +108,7 @@ def parse_yaml(text: str | bytes, source: str) -> Located:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = " ".join(part for part in (error.context, error.problem) if part)
+        what = f"{error.problem} ({error.context})" if error.context else error.problem
         raise SpecError(source, mark.line + 1 if mark else None, f"not valid YAML: {what}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = getattr(error, "reason", "it cannot be read")

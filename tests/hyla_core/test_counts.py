@@ -115,7 +115,7 @@ def test_transformer_flops_of_a_token_model(output_dim):
 
 
 def test_train_flops_by_hand():
-    # One layer of one head, all widths 1, 9 tokens of width 5, in multiply-adds: embedding 9·5; query, key, value and out
+    # One layer of one head, all widths 1, 9 tokens of width 5, in multiply-adds: embedding 9·5; query, key, value, out
     # 9 each; scores and two products of HYLA's value network 81 each; MLP 2·9; readout 9·5.
     tiny = small_config(emb_dim=1, num_heads=1, num_layers=1, qk_dim=1, v_dim=1, mlp_dim=1)
     assert train_flops_per_example(tiny) == 2 * (2 * 45 + 3 * (36 + 243 + 18 + 45))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_files import Golden, flattened, golden_params, official_model
+from quick_jit import quick_jit
 
 from hyla_core.attention import normalize
 from hyla_core.attention.layer import Attention
@@ -36,7 +37,7 @@ def test_transformer(golden: Golden):
     mask = golden.arrays.get("mask")
     apply = partial(model.apply, mask=mask, deterministic=True)
 
-    @jax.jit
+    @quick_jit
     def run(params):
         def weighted_sum(params):
             logits, state = apply({"params": params}, inputs, mutable="intermediates")
@@ -94,13 +95,8 @@ def test_attention_layer(golden: Golden):
     for norm, networks in layers.items():
         for network, expected in networks.items():
             layer = Attention(Variant(NORMALIZE[norm], VALUES[network]), **sizes)
-            output, state = layer.apply(
-                {"params": expected["params"]},
-                golden.arrays["mha_input"],
-                mask=golden.arrays["mask"],
-                deterministic=True,
-                mutable="intermediates",
-            )
+            apply = partial(layer.apply, mask=golden.arrays["mask"], deterministic=True, mutable="intermediates")
+            output, state = quick_jit(apply)({"params": expected["params"]}, golden.arrays["mha_input"])
             (weights,) = state["intermediates"]["attn_weights"]
             name, tolerance = f"{norm}/{network}", golden.manifest["tolerance"]
             np.testing.assert_allclose(weights, expected["attn_weights"], err_msg=name, **tolerance)

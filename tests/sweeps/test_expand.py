@@ -176,7 +176,7 @@ axes: {seed: [0, 1]}
 
 
 def test_ids_are_frozen(tmp_path: Path) -> None:
-    """Stores hold these ids: if they change, no finished trial is recognised. If that is meant, raise RESULTS_VERSION."""
+    """Stores hold these ids: no finished trial is found again once they change, as they do with RESULTS_VERSION."""
     assert RESULTS_VERSION == 1
     by_hand = (
         '{"data":{"num_ood":256,"num_steps":200,"num_train":12800,"num_valid":256},'

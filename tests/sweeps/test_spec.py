@@ -190,7 +190,7 @@ BAD = [
     ("num_features: 2", "grid_size: 2", 2, "task.grid_size=2 is not allowed: it must be greater than or equal to 3"),
     ("num_features: 2", "num_values: 2", 2, "task.num_values=2 is less than task.grid_size=3"),
     ("num_features: 2", "ood_fraction: 1.0", 2, "task.ood_fraction=1.0 is not allowed: it must be less than 1"),
-    ("num_features: 2", "ood_fraction: 0", 7, "data.num_ood=256 but task.ood_fraction=0 holds nothing out"),
+    ("num_features: 2", "ood_fraction: 0", 7, "data.num_ood=256 but task.ood_fraction=0"),
     ("task: {name: sraven, num_features: 2}", "task: sraven", 2, "task must be a mapping of its fields, not 'sraven'"),
     ("task: {name: sraven, num_features: 2}", "task: [sraven]", 2, "task must be a mapping of its fields, not ['srave"),
     ("  num_valid: 256\n", "\n", 3, "data.num_valid is missing"),

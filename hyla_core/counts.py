@@ -1,0 +1,119 @@
+"""What a training costs: parameters, floating-point operations and memory, in closed form.
+
+Symbols of the derivations: s = seq_len, e = emb_dim, q = qk_dim, v = v_dim, h = num_heads, f = mlp_dim, L = num_layers,
+i = input_dim, o = output_dim. Imports neither jax nor flax, so that a sweep is priced without them.
+"""
+
+from hyla_core.attention.variants import VARIANTS
+from hyla_core.config import ModelConfig, TrainConfig
+
+
+def num_params(config: TrainConfig) -> dict[str, int]:
+    """Parameters by group; their sum is the number of trained values.
+
+    Args:
+      config: the training.
+
+    Returns:
+      Number for each of embedding, position, attention, mlp, norms and readout, as `transformer_params` derives them.
+    """
+    return transformer_params(config.model, input_dim=config.task.input_dim, output_dim=config.task.output_dim)
+
+
+def num_non_embedding_params(config: TrainConfig) -> int:
+    """Parameters of attention, MLPs and norms: N of the scaling laws.
+
+    Embedding, position tables and readout are left out: their sizes follow the task (vocabulary, sequence length).
+
+    Reference: arXiv 2001.08361, Section 2.1.
+    """
+    groups = num_params(config)
+    return groups["attention"] + groups["mlp"] + groups["norms"]
+
+
+def transformer_params(
+    model: ModelConfig, *, input_dim: int, output_dim: int | None, vocab_size: int | None = None
+) -> dict[str, int]:
+    """Parameters of one transformer by group.
+
+    The embedding is a dense layer, i·e + e, or a table of vocab·e. The readout is a dense layer, e·o + o, or nothing
+    where the table serves again. The rest is per block; there are L blocks, or one if they are shared:
+      position: h · max_distance, also in a block without attention, where nothing uses it.
+      attention: query and key (e + 1)·q each, value (e + 1)·v, out (v + 1)·e.
+      mlp: gelu_mlp (e + 1)·f + (f + 1)·e; swiglu 3·e·f.
+      norms: one before attention and one before the MLP, of e scales and, unless rms, e shifts; normalize_qk has a
+        scale for each entry of a head's query and key, 2·q/h. A last norm, not in any block, has 2·e.
+
+    Args:
+      model: shape of the transformer.
+      input_dim: width of continuous inputs; of no account with a vocab_size.
+      output_dim: logits per position; None: logits come from the embedding table.
+      vocab_size: number of tokens; None for continuous inputs.
+
+    Returns:
+      Number for each of embedding, position, attention, mlp, norms and readout.
+    """
+    e, q, v, f = model.emb_dim, model.qk_dim, model.v_dim, model.mlp_dim
+    has_attention = model.block != "mlp_only"
+    num_blocks = 1 if model.share_layers else model.num_layers
+    block_norms = (2 if has_attention else 1) * {"layer": 2 * e, "rms": e}[model.norm]
+    if has_attention and model.normalize_qk:
+        block_norms += 2 * model.qk_head_dim
+    return {
+        "embedding": (input_dim + 1) * e if vocab_size is None else vocab_size * e,
+        "position": num_blocks * model.num_heads * model.max_distance if model.relative_position else 0,
+        "attention": num_blocks * (2 * (e + 1) * q + (e + 1) * v + (v + 1) * e) if has_attention else 0,
+        "mlp": num_blocks * {"gelu_mlp": (e + 1) * f + (f + 1) * e, "swiglu": 3 * e * f}[model.feedforward],
+        "norms": num_blocks * block_norms + 2 * e,
+        "readout": 0 if output_dim is None else (e + 1) * output_dim,
+    }
+
+
+def train_flops_per_example(config: TrainConfig) -> int:
+    """Floating-point operations of the matrix products that training does for one example, forward and backward.
+
+    Everything else (norms, softmax, activations, the optimiser) is left out, and so is recomputation, of which there is
+    none. `transformer_flops` derives the number.
+    """
+    task = config.task
+    return transformer_flops(config.model, seq_len=task.seq_len, input_dim=task.input_dim, output_dim=task.output_dim)
+
+
+def transformer_flops(
+    model: ModelConfig,
+    *,
+    seq_len: int,
+    input_dim: int,
+    output_dim: int | None,
+    vocab_size: int | None = None,
+) -> int:
+    """Floating-point operations of one example's matrix products, forward and backward; a multiply-add is two.
+
+    Forward, in multiply-adds per example:
+      embedding: s·i·e; a table is looked up, without a product.
+      attention, per layer: query, key and value s·e·(2q + v); scores s²·q, as each of s² pairs has h products of q/h
+        entries; value network s²·v for the sum over keys and, unless it is the default, another s²·v for the hidden
+        layer, whose v/h units each sum over h heads for each of s² pairs; out s·v·e. The position bias is looked up.
+      mlp, per layer: 2·s·e·f, or 3·s·e·f with swiglu.
+      readout: s·e·o, or s·e·vocab with the table.
+    Backward, a product of two factors takes two more of the same size, one for the gradient of each factor. The
+    embedding alone takes one, because nobody asks for the gradient of the inputs.
+
+    Args:
+      model: shape of the transformer.
+      seq_len: positions of one example.
+      input_dim: width of continuous inputs; of no account with a vocab_size.
+      output_dim: logits per position; None: logits come from the embedding table.
+      vocab_size: number of tokens; None for continuous inputs.
+
+    Returns:
+      FLOPs of one training step divided by the examples of its batch.
+    """
+    s, e, q, v, f = seq_len, model.emb_dim, model.qk_dim, model.v_dim, model.mlp_dim
+    embedding = s * input_dim * e if vocab_size is None else 0
+    layer = s * e * f * {"gelu_mlp": 2, "swiglu": 3}[model.feedforward]
+    if model.block != "mlp_only":
+        value_network = s * s * v * (1 if VARIANTS[model.attention].values == "default_values" else 2)
+        layer += s * e * (2 * q + v) + s * s * q + value_network + s * v * e
+    readout = s * e * (output_dim or vocab_size or 0)
+    return 2 * (2 * embedding + 3 * (model.num_layers * layer + readout))

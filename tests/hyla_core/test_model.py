@@ -1,0 +1,239 @@
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden_files import flattened
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from model_cases import small_config
+from quick_jit import quick_jit
+
+from hyla_core.attention.variants import VARIANTS
+from hyla_core.config import TrainConfig
+from hyla_core.model import Transformer, apply, init_params
+
+SEQ, INPUT_DIM, OUTPUT_DIM = 9, 5, 5  # of small_config's task
+
+
+def batch(size: int = 2, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(size, SEQ, INPUT_DIM)).astype(np.float32)
+
+
+def random_params(config: TrainConfig, seed: int = 0) -> dict[str, Any]:
+    """Parameters all of which matter: as drawn by init_params, biases are zero and would hide mistakes."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
+    return jax.tree.map(lambda leaf: rng.normal(scale=0.4, size=leaf.shape).astype(leaf.dtype), shapes)
+
+
+@cache
+def causal_logits_and_jacobian(attention: str) -> Callable[..., Any]:
+    """Of (params, inputs [seq, input_dim]): logits [seq, output_dim] and [seq, output_dim, seq, input_dim]."""
+    config = small_config(attention=attention, causal=True, num_layers=1, num_heads=3, qk_dim=6, v_dim=12)
+
+    def logits(inputs, params):
+        out = apply(config, params, inputs[None])[0]
+        return out, out
+
+    jacobian = quick_jit(jax.jacfwd(logits, has_aux=True))
+    return lambda params, inputs: jacobian(inputs, params)[::-1]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_causal_logits_have_no_gradient_with_respect_to_later_inputs(name):
+    config = small_config(attention=name, causal=True, num_layers=1, num_heads=3, qk_dim=6, v_dim=12)
+    _, jacobian = causal_logits_and_jacobian(name)(random_params(config), batch(1)[0])
+    response = np.abs(jacobian).sum(axis=(1, 3))  # [query, key]
+    later = np.triu(np.ones((SEQ, SEQ), dtype=bool), k=1)
+    np.testing.assert_array_equal(response[later], 0)
+    assert (response[~later] > 0).all()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_order_of_heads_does_not_matter(name):
+    config = small_config(attention=name, causal=True, num_layers=1, num_heads=3, qk_dim=6, v_dim=12)
+    params = random_params(config)
+    order = np.array([2, 0, 1])
+    head_axis = {"query/kernel": 1, "query/bias": 0, "key/kernel": 1, "key/bias": 0, "value/kernel": 1, "value/bias": 0}
+    head_axis |= {"out/kernel": 0, "relative_embedding/rel_embedding": 0}
+
+    def reordered(path, leaf):
+        axis = head_axis.get("/".join(entry.key for entry in path[-2:]))
+        return leaf if axis is None else np.take(leaf, order, axis=axis)
+
+    shuffled = jax.tree_util.tree_map_with_path(reordered, params)
+    moved = sum((a != b).any() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(shuffled), strict=True))
+    assert moved == len(head_axis)
+    logits, same = (causal_logits_and_jacobian(name)(p, batch(1)[0])[0] for p in (params, shuffled))
+    np.testing.assert_allclose(same, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_causal_mask_every_position_sees_every_other():
+    config = small_config(num_layers=1)
+    params = random_params(config)
+    jacobian = quick_jit(jax.jacfwd(lambda inputs: apply(config, params, inputs[None])[0]))(batch(1)[0])
+    assert (np.abs(jacobian).sum(axis=(1, 3)) > 0).all()
+
+
+def test_a_position_that_the_mask_hides_has_no_influence():
+    config = small_config(num_layers=1)
+    params = random_params(config)
+    logits = quick_jit(lambda inputs, mask: apply(config, params, inputs, mask=mask[None, None, None]))
+    hidden, seen = np.arange(SEQ) != 3, np.ones(SEQ, dtype=bool)
+    inputs, changed = batch(), batch()
+    changed[:, 3] += 1
+    others = hidden
+    np.testing.assert_array_equal(logits(inputs, hidden)[:, others], logits(changed, hidden)[:, others])
+    assert (logits(inputs, seen)[:, others] != logits(changed, seen)[:, others]).all()
+
+
+def test_a_shared_block_is_the_same_block_in_every_layer():
+    shared, apart = small_config(share_layers=True), small_config()
+    params = random_params(shared)
+    copied = dict(params)
+    block = copied.pop("transformer_block")
+    copied |= {"transformer_block_0": block, "transformer_block_1": block}
+    logits, same = (quick_jit(partial(apply, c))(p, batch()) for c, p in ((shared, params), (apart, copied)))
+    np.testing.assert_allclose(same, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_apply_maps_over_members_of_a_pack():
+    config = small_config(num_layers=1)
+    members = [random_params(config, seed) for seed in range(3)]
+    inputs = np.stack([batch(seed=seed) for seed in range(3)])
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
+    packed = quick_jit(jax.vmap(partial(apply, config)))(stacked, inputs)
+    alone = quick_jit(partial(apply, config))
+    assert packed.shape == (3, 2, SEQ, OUTPUT_DIM)
+    for member in range(3):
+        np.testing.assert_allclose(packed[member], alone(members[member], inputs[member]), rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_acts_only_with_a_key_and_where_the_config_says():
+    config, plain = small_config(num_layers=1, dropout=0.5), small_config(num_layers=1)
+    params = random_params(config)
+    logits, undropped, without_rate = (
+        quick_jit(lambda rng, c=c, on=on: apply(c, params, batch(), dropout_rng=rng if on else None))
+        for c, on in ((config, True), (config, False), (plain, True))
+    )
+    first, again, other = (logits(jax.random.key(seed)) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).all()
+    np.testing.assert_array_equal(undropped(jax.random.key(1)), without_rate(jax.random.key(1)))
+
+
+def outputs_of_modules(model: Transformer, chosen: Callable[[nn.Module], bool], **options: Any) -> dict[str, Any]:
+    """Shape and dtype of what the chosen modules return and of what they have sown, by name."""
+
+    def run(rng):
+        inputs = jnp.asarray(batch())
+        params = model.init(rng, inputs, deterministic=True)["params"]
+        capture = lambda module, method: method == "__call__" and chosen(module)  # noqa: E731
+        _, state = model.apply(
+            {"params": params}, inputs, capture_intermediates=capture, mutable="intermediates", **options
+        )
+        return state["intermediates"]
+
+    captured = flattened(jax.eval_shape(run, jax.random.key(0)))
+    return {name.removesuffix("/__call__"): output for name, (output,) in captured.items()}
+
+
+def test_dropout_stands_after_embedding_mixer_activation_and_mlp():
+    config = small_config(dropout=0.5, attention_dropout=0.25, num_layers=1).model
+    rates: dict[str, float] = {}
+
+    def chosen(module: nn.Module) -> bool:
+        if isinstance(module, nn.Dropout):
+            rates["/".join(module.path)] = module.rate
+        return isinstance(module, nn.Dropout)
+
+    model, rngs = Transformer(config, OUTPUT_DIM), {"dropout": jax.random.key(1)}
+    outputs = outputs_of_modules(model, chosen, deterministic=False, rngs=rngs)
+    stream, block = (2, SEQ, config.emb_dim), "transformer_block_0"
+    assert {name: (rate, outputs[name].shape) for name, rate in rates.items()} == {
+        "Dropout_0": (0.5, stream),
+        f"{block}/Dropout_0": (0.5, stream),
+        f"{block}/sequence_mixer/Dropout_0": (0.25, (2, config.num_heads, SEQ, SEQ)),
+        f"{block}/state_mixer/Dropout_0": (0.5, (2, SEQ, config.mlp_dim)),
+        f"{block}/state_mixer/Dropout_1": (0.5, stream),
+    }
+
+
+@pytest.mark.parametrize("feedforward", ["gelu_mlp", "swiglu"])
+def test_bfloat16_is_for_activations_alone(feedforward):
+    options: dict[str, Any] = {"dropout": 0.1, "attention_dropout": 0.1, "normalize_qk": True, "norm": "rms"}
+    config = small_config(feedforward=feedforward, absolute_position=True, **options).model
+    outputs = outputs_of_modules(Transformer(config, OUTPUT_DIM, dtype="bfloat16"), lambda _: True, deterministic=True)
+    attention = ("attn_weights", "attn_bias", "relative_embedding", "sequence_mixer/Dropout_0")
+    final = ("__call__", "decoder_norm", "logitdense")
+    for name, output in outputs.items():
+        exact = name.startswith(final) or any(part in name for part in attention)
+        assert output.dtype == (jnp.float32 if exact else jnp.bfloat16), name
+
+
+def test_bfloat16_changes_little():
+    full, half = (small_config(attention="softmax", numerics={"dtype": dtype}) for dtype in ("float32", "bfloat16"))
+    params = random_params(full)
+    assert {leaf.dtype for leaf in jax.tree.leaves(random_params(half))} == {np.dtype("float32")}
+    exact, rounded = (quick_jit(partial(apply, config))(params, batch()) for config in (full, half))
+    assert rounded.dtype == jnp.float32
+    assert 1e-5 < np.abs(exact - rounded).max() < 0.1
+
+
+def product_precisions(jaxpr: Jaxpr) -> set[Any]:
+    found = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            found.add(equation.params["precision"])
+        for value in equation.params.values():
+            if isinstance(value, ClosedJaxpr):
+                found |= product_precisions(value.jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("name", ["high", "highest"])
+def test_matmul_precision_reaches_every_product_forward_and_backward(name):
+    config = small_config(numerics={"matmul_precision": name})
+    params = random_params(config)
+    step = jax.make_jaxpr(jax.grad(lambda params: apply(config, params, batch()).mean()))(params)
+    precision = {"high": jax.lax.Precision.HIGH, "highest": jax.lax.Precision.HIGHEST}[name]
+    assert product_precisions(step.jaxpr) == {(precision, precision)}
+
+
+def test_kernels_start_as_lecun_normal_and_biases_at_zero():
+    config = small_config(emb_dim=96, num_heads=4, qk_dim=64, v_dim=64, mlp_dim=128, num_layers=1)
+    flat = flattened(quick_jit(partial(init_params, config))(jax.random.key(0)))
+    fan_in = {"out": 64, "Dense_1": 128, "embedding": INPUT_DIM}  # what each output sums over; emb_dim for the others
+    for name, leaf in flat.items():
+        module, kind = name.split("/")[-2:]
+        if kind == "bias":
+            assert not leaf.any(), name
+        elif kind == "scale":
+            assert (leaf == 1).all(), name
+        elif kind == "kernel":
+            assert float(np.std(leaf)) == pytest.approx(1 / math.sqrt(fan_in.get(module, 96)), rel=0.1), name
+
+
+def test_token_embeddings_start_with_variance_one_over_width():
+    model = Transformer(small_config().model.widened(8), output_dim=None, vocab_size=100)
+    init = quick_jit(partial(model.init, deterministic=True))
+    table = init(jax.random.key(0), np.zeros((1, 2), np.int32))["params"]["embedding"]["embedding"]
+    assert float(np.std(table)) == pytest.approx(1 / math.sqrt(96), rel=0.05)
+
+
+def test_initial_parameters_follow_the_key():
+    init = quick_jit(partial(init_params, small_config(num_layers=1)))
+    first, again, other = (init(jax.random.key(seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first["embedding"]["kernel"], again["embedding"]["kernel"])
+    assert (first["embedding"]["kernel"] != other["embedding"]["kernel"]).all()
+
+
+def test_a_transformer_needs_something_to_answer_with():
+    model = Transformer(small_config().model, output_dim=None)
+    with pytest.raises(ValueError, match="output_dim"):
+        model.init(jax.random.key(0), batch(), deterministic=True)
