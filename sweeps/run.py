@@ -265,8 +265,8 @@ class _CannotStart(Exception):
 
 def _end_now() -> None:
     """Leaves no process and no folder behind, and a terminal with its cursor."""
-    if sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), b"\x1b[?25h\r\n")
+    if sys.__stdout__ is not None and sys.__stdout__.isatty():
+        os.write(sys.__stdout__.fileno(), b"\x1b[?25h\r\n")
     if (tune := sys.modules.get("sweeps.cluster.tune")) is not None:
         tune.end_now()
 

@@ -183,6 +183,7 @@ class _PackRun:
         states = self._store.statuses()
         facts = {**self._job.provenance, **provenance.of_worker()}
         facts |= {"run_id": self._job.run_id, "pack_id": self._pack.pack_id}
+        resume_from = {}
         for trial in self._pack.trials:
             state = states.get(trial.trial_id)
             # A pack that lost its worker comes here twice: what this run has trained again is not to be repeated.
@@ -190,17 +191,21 @@ class _PackRun:
             if state is not None and state.status in FINAL and not again:
                 self._statuses[trial.trial_id] = state.status
                 continue
+            # The checkpoint comes before the claim: an attempt that died in between, and said that it starts from
+            # step 0, would take the rows of those before it out of the count.
+            step, data = _newest_whole(self._store.load_checkpoints(trial.trial_id))
             num_steps = trial.config.data.num_steps
-            writer = self._store.begin(trial.trial_id, trial.config.flat(), facts, 0, num_steps, _counts(trial.config))
-            if writer is not None:
-                self._writers[trial.trial_id], self._configs[trial.trial_id] = writer, trial.config
-        resume_from = {}
-        for trial_id, writer in self._writers.items():
-            if (found := _newest_whole(self._store.load_checkpoints(trial_id))) is not None:
-                step, resume_from[trial_id] = found
-                writer.update(start_step=step)
+            writer = self._store.begin(
+                trial.trial_id, trial.config.flat(), facts, step, num_steps, _counts(trial.config)
+            )
+            if writer is None:
+                continue
+            writer.heartbeat(step=step, num_steps=num_steps)
+            self._writers[trial.trial_id], self._configs[trial.trial_id] = writer, trial.config
+            if data is not None:
+                resume_from[trial.trial_id] = data
+        for writer in self._writers.values():
             writer.update(pack_size=len(self._writers))
-            writer.heartbeat(step=writer.start_step, num_steps=self._configs[trial_id].data.num_steps)
         return resume_from
 
     def _take(self, report: "Report") -> None:
@@ -260,14 +265,14 @@ class _PackRun:
         return PackOutcome(self._statuses, line)
 
 
-def _newest_whole(checkpoints: Iterator[tuple[int, bytes]]) -> tuple[int, bytes] | None:
-    """The first checkpoint whose bytes are whole."""
-    from hyla_core.checkpoint import DamagedCheckpoint, read_step
-
+def _newest_whole(checkpoints: Iterator[tuple[int, bytes]]) -> tuple[int, bytes | None]:
+    """Step and bytes of the first checkpoint that is whole; step 0 where there is none."""
     for _, data in checkpoints:
+        from hyla_core.checkpoint import DamagedCheckpoint, read_step
+
         with contextlib.suppress(DamagedCheckpoint):
             return read_step(data), data
-    return None
+    return 0, None
 
 
 def _counts(config: TrainConfig) -> dict[str, float]:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -139,7 +140,13 @@ def run_packs(
     Raises:
       ClusterError: the cluster cannot be reached, or no node of it has the resources.
     """
-    with _temporary_folder() as folder, _ray(folder, address, stop):
+    with (
+        # Ray prints what it thinks people should read, whatever it is told; stdout is ours, and may be JSON.
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        _temporary_folder() as folder,
+        _ray(folder, address, stop),
+    ):
         if address is not None:
             _refuse_infeasible(resources, *_cluster_nodes(address))
         if stop.requested:
@@ -212,6 +219,7 @@ def _ray(folder: Path, address: str | None, stop: Stop) -> Iterator[None]:
             "object_store_memory": _OBJECT_STORE_BYTES,
             "_temp_dir": str(folder / "ray"),
         }
+        _use_own_token(folder)
         # How long Ray's helpers outlive a driver that was killed: on one machine, nothing is gained by a long wait.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
     else:
@@ -231,6 +239,16 @@ def _ray(folder: Path, address: str | None, stop: Stop) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _use_own_token(folder: Path) -> None:
+    """Guards a Ray of our own by a token that is as short-lived; Ray itself would leave one in the user's home."""
+    if any(f"RAY_AUTH_{name}" in os.environ for name in ("MODE", "TOKEN", "TOKEN_PATH")):
+        return
+    path = folder / "token"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
 
 
 @contextlib.contextmanager
