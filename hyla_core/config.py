@@ -141,6 +141,12 @@ class ModelConfig(Config):
                 raise ValueError(f"{name}={getattr(self, name)} is not a multiple of num_heads={self.num_heads}")
         return self
 
+    @model_validator(mode="after")
+    def _sines_pair_with_cosines(self) -> Self:
+        if self.absolute_position and self.emb_dim % 2:
+            raise ValueError(f"emb_dim={self.emb_dim} is odd, but absolute_position needs a cosine for every sine")
+        return self
+
     @property
     def qk_head_dim(self) -> int:
         """Width of one head's queries and keys."""
