@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from fake_training import FakeTrain, checkpoint, write_sweep
 
+from hyla_core.checkpoint import DamagedCheckpoint
 from sweeps import provenance
 from sweeps.cluster import trainable
 from sweeps.cluster.trainable import PackJob, compilation_cache, describe, prepare_jax, run_pack
@@ -148,6 +149,22 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_saved(train, pack, job, s
 
     monkeypatch.setattr(Store, "save_checkpoint", refuse)
     assert set(run_pack(pack, job).statuses.values()) == {"finished"}
+
+
+def test_a_whole_checkpoint_of_another_training_is_dropped(train, pack, job, store, monkeypatch):
+    first, second = ids(pack)
+    store.save_checkpoint(first, 10, checkpoint(10))
+
+    def refusing(configs, report, *, resume_from, **options):
+        if resume_from:
+            raise DamagedCheckpoint("it does not fit")
+        return train(configs, report, resume_from=resume_from, **options)
+
+    monkeypatch.setattr("hyla_core.train.train", refusing)
+    assert set(run_pack(pack, job).statuses.values()) == {"finished"}
+    assert train.calls == [{first: 0, second: 0}]
+    assert store.trials()["start_step"].tolist() == [0, 0]
+    assert store.metrics(trial_ids=[first])["step"].tolist() == [5, 10, 15, 20]
 
 
 def test_other_code_is_refused(train, pack, job, store):
