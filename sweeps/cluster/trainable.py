@@ -156,23 +156,38 @@ class _PackRun:
             if not self._writers:
                 return PackOutcome(self._statuses)
             # Imported only now: prepare_jax comes first, and a pack without work needs no JAX.
-            from hyla_core.train import train
+            from hyla_core.checkpoint import DamagedCheckpoint
 
             _reset_peak_memory()
-            self._started = time.perf_counter()
-            train(
-                list(self._configs.values()),
-                self._take,
-                cadence=self._job.cadence,
-                resume_from=resume_from,
-                should_stop=self._stopping,
-            )
+            try:
+                self._train(resume_from)
+            except DamagedCheckpoint:
+                # Its bytes are whole, but of another training: code changed that should have raised RESULTS_VERSION.
+                self._start_afresh()
+                self._train({})
             return PackOutcome(self._statuses)
         except Exception as error:
             return self._fail(error)
         finally:
             # A claim counts as alive for as long as somebody here holds its writer.
             self._writers.clear()
+
+    def _train(self, resume_from: Mapping[str, bytes]) -> None:
+        from hyla_core.train import train
+
+        self._started = time.perf_counter()
+        train(
+            list(self._configs.values()),
+            self._take,
+            cadence=self._job.cadence,
+            resume_from=resume_from,
+            should_stop=self._stopping,
+        )
+
+    def _start_afresh(self) -> None:
+        for trial_id, writer in self._writers.items():
+            self._store.clear_checkpoints(trial_id)
+            writer.update(start_step=0)
 
     def _begin(self) -> dict[str, bytes]:
         """Claims the trials that have no result and that nobody else works on.

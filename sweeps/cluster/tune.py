@@ -28,6 +28,7 @@ MAX_WORKERS_LOST = 3
 """How often a pack is started again after its worker was lost; errors of the training itself never get there."""
 
 _TEMP_PREFIX = "hyla-run-"
+_SYSTEM_TEMP = Path("/tmp")
 _LONGEST_TEMP_ROOT = 16
 """Ray puts its sockets some 85 characters below the temporary folder, and a socket's path has at most 103."""
 
@@ -82,7 +83,7 @@ def find_cluster(address: str | None) -> str | None:
     if around := os.environ.get("RAY_ADDRESS"):
         return None if around == "local" else around
     # Written by `ray start`, and so on every node of a cluster that `ray up` started.
-    for root in dict.fromkeys([tempfile.gettempdir(), "/tmp"]):
+    for root in dict.fromkeys([tempfile.gettempdir(), str(_SYSTEM_TEMP)]):
         with contextlib.suppress(OSError):
             found = Path(root, "ray", "ray_current_cluster").read_text().strip()
             if _answers(found):
@@ -159,7 +160,7 @@ def end_now() -> None:
     for pid in _descendants(os.getpid()):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-    for folder in Path(tempfile.gettempdir()), Path("/tmp"):
+    for folder in Path(tempfile.gettempdir()), _SYSTEM_TEMP:
         for own in folder.glob(f"{_TEMP_PREFIX}{os.getpid()}-*"):
             # Workers end on their own once their node manager is gone, and may be writing until then.
             for _ in range(5):
@@ -176,8 +177,8 @@ def end_now() -> None:
 def _temporary_folder() -> Iterator[Path]:
     """A folder for all that Ray and Tune write, removed at the end; left-overs of drivers that were killed go too."""
     root = Path(tempfile.gettempdir())
-    if len(str(root)) > _LONGEST_TEMP_ROOT and Path("/tmp").is_dir():
-        root = Path("/tmp")
+    if len(str(root)) > _LONGEST_TEMP_ROOT and _SYSTEM_TEMP.is_dir():
+        root = _SYSTEM_TEMP
     _remove_abandoned(root)
     folder = Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}{os.getpid()}-", dir=root))
     try:

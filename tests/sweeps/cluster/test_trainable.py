@@ -1,0 +1,257 @@
+"""One pack in one process: claims, checkpoints, what is written when something goes wrong."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from fake_training import FakeTrain, checkpoint, write_sweep
+
+from hyla_core.checkpoint import DamagedCheckpoint
+from sweeps import provenance
+from sweeps.cluster import trainable
+from sweeps.cluster.trainable import PackJob, compilation_cache, describe, prepare_jax, run_pack
+from sweeps.expand import expand
+from sweeps.packs import Pack, make_packs
+from sweeps.spec import Resources, load_sweep
+from sweeps.store import Store, StoreError, equal_tables
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", os.environ.get("JAX_COMPILATION_CACHE_DIR", ""))
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
+    fake = FakeTrain()
+    monkeypatch.setattr("hyla_core.train.train", fake)
+    return fake
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Pack:
+    """Two trials that differ in their seed."""
+    return make_packs(expand(load_sweep(write_sweep(tmp_path))), 2)[0]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.create(tmp_path / "store")
+
+
+@pytest.fixture
+def job(tmp_path: Path, store: Store, pack: Pack) -> PackJob:
+    spec = load_sweep(tmp_path / "toy.yaml")
+    return PackJob(str(store.path), "run-1", spec.run, False, spec.run.resources, provenance.of_request())
+
+
+def ids(pack: Pack) -> list[str]:
+    return [trial.trial_id for trial in pack.trials]
+
+
+def test_a_pack_is_trained_once(train, pack, job, store):
+    first, second = ids(pack)
+    assert run_pack(pack, job).statuses == {first: "finished", second: "finished"}
+    assert run_pack(pack, job).statuses == {first: "finished", second: "finished"}
+    assert train.calls == [{first: 0, second: 0}]
+
+
+def test_a_trial_claimed_by_another_process_is_left_to_it(train, pack, job, store):
+    first, second = ids(pack)
+    other = store.begin(first, pack.trials[0].config.flat(), {}, 0, 20, {})
+    assert run_pack(pack, job).statuses == {first: "left", second: "finished"}
+    assert train.calls == [{second: 0}]
+    assert store.trials(raw=True).query("trial_id == @second")["pack_size"].tolist() == [1]
+    assert other is not None
+
+
+def test_the_newest_whole_checkpoint_is_restored(train, pack, job, store):
+    first, second = ids(pack)
+    store.save_checkpoint(first, 5, checkpoint(5))
+    store.save_checkpoint(first, 10, checkpoint(10)[:-3])
+    run_pack(pack, job)
+    assert train.calls == [{first: 5, second: 0}]
+    rows = store.trials(raw=True).set_index("trial_id")
+    assert rows["start_step"].to_dict() == {first: 5, second: 0}
+
+
+def test_a_killed_attempt_says_from_the_start_where_it_goes_on(train, pack, job, store):
+    """Else the rows before its checkpoint would no longer count."""
+    first, _ = ids(pack)
+    store.save_checkpoint(first, 10, checkpoint(10))
+    seen: list[int] = []
+
+    def at_step(configs, step):
+        seen.append(Store.open(store.path).trials(raw=True).set_index("trial_id")["start_step"][first])
+
+    train.at_step = at_step
+    assert set(run_pack(pack, job).statuses.values()) == {"finished"}
+    assert seen == [10, 10, 10, 10]
+
+
+def test_rows_are_on_disk_before_the_checkpoint_that_relies_on_them(train, pack, job, store, monkeypatch):
+    known: list[tuple[int, list[int]]] = []
+    save = Store.save_checkpoint
+
+    def spying(self, trial_id, step, data):
+        known.append((step, Store.open(store.path).metrics(raw=True, trial_ids=[trial_id])["step"].tolist()))
+        save(self, trial_id, step, data)
+
+    monkeypatch.setattr(Store, "save_checkpoint", spying)
+    run_pack(pack, job)
+    assert [steps[-1] for _, steps in known] == [step for step, _ in known] == [5, 5, 10, 10, 15, 15]
+
+
+def test_a_stop_in_the_store_is_obeyed(train, pack, job, store, monkeypatch):
+    monkeypatch.setattr(trainable, "STOP_POLL_S", 0.0)
+    train.at_step = lambda configs, step: store.request_stop("run-1") if step == 10 else None
+    outcome = run_pack(pack, job)
+    assert set(outcome.statuses.values()) == {"interrupted"}
+    assert outcome.error is None
+    assert [step for step, _ in store.load_checkpoints(ids(pack)[0])] == [10, 5]
+    # A pack that comes after the stop does nothing at all.
+    train.calls.clear()
+    assert set(run_pack(pack, job).statuses.values()) == {"left"}
+    assert train.calls == []
+    assert len(store.trials(raw=True)) == 2
+
+
+def test_an_error_fails_every_member_and_gives_their_claims_back(train, pack, job, store):
+    def at_step(configs, step):
+        raise ValueError("some\nlines")
+
+    train.at_step = at_step
+    outcome = run_pack(pack, job)
+    assert outcome.error == "ValueError: some"
+    assert set(outcome.statuses.values()) == {"failed"}
+    assert store.claims() == []
+    detail = store.trials()["error_detail"].iloc[0]
+    assert 'File "sweeps/cluster/trainable.py"' in detail
+    assert "ValueError: some\nlines" in detail
+
+
+def test_a_full_disk_is_no_result_of_a_trial(train, pack, job, store):
+    def at_step(configs, step):
+        raise StoreError("no room") from OSError(errno.ENOSPC, "No space left on device")
+
+    train.at_step = at_step
+    outcome = run_pack(pack, job)
+    assert outcome.error == "the disk is full: StoreError: no room"
+    assert set(outcome.statuses.values()) == {"interrupted"}
+
+
+def test_training_goes_on_where_a_checkpoint_cannot_be_saved(train, pack, job, store, monkeypatch):
+    def refuse(self, trial_id, step, data):
+        raise StoreError("no room")
+
+    monkeypatch.setattr(Store, "save_checkpoint", refuse)
+    assert set(run_pack(pack, job).statuses.values()) == {"finished"}
+
+
+def test_a_whole_checkpoint_of_another_training_is_dropped(train, pack, job, store, monkeypatch):
+    first, second = ids(pack)
+    store.save_checkpoint(first, 10, checkpoint(10))
+
+    def refusing(configs, report, *, resume_from, **options):
+        if resume_from:
+            raise DamagedCheckpoint("it does not fit")
+        return train(configs, report, resume_from=resume_from, **options)
+
+    monkeypatch.setattr("hyla_core.train.train", refusing)
+    assert set(run_pack(pack, job).statuses.values()) == {"finished"}
+    assert train.calls == [{first: 0, second: 0}]
+    assert store.trials()["start_step"].tolist() == [0, 0]
+    assert store.metrics(trial_ids=[first])["step"].tolist() == [5, 10, 15, 20]
+
+
+def test_other_code_is_refused(train, pack, job, store):
+    outcome = run_pack(pack, job._replace(provenance={**job.provenance, "code_hash": "0" * 16}))
+    assert "not 0000000000000000 as the run" in outcome.error
+    assert set(outcome.statuses.values()) == {"left"}
+    assert store.trials(raw=True).empty
+
+
+def test_a_store_that_is_not_there_is_an_error_of_the_pack(train, pack, job, tmp_path):
+    outcome = run_pack(pack, job._replace(store=str(tmp_path / "nowhere")))
+    assert "no such folder" in outcome.error
+    assert set(outcome.statuses.values()) == {"left"}
+
+
+def test_a_retried_trial_is_trained_again_once(train, pack, job, store):
+    first, second = ids(pack)
+    run_pack(pack, job)
+    again = job._replace(run_id="run-2", retry=frozenset([first]))
+    run_pack(pack, again)
+    # As when the worker was lost after the trial had ended.
+    run_pack(pack, again)
+    assert train.calls == [{first: 0, second: 0}, {first: 0}]
+
+
+def test_checkpoints_stay_where_the_sweep_says_so(train, pack, job, store):
+    run_pack(pack, job._replace(keep_checkpoints=True))
+    assert [step for step, _ in store.load_checkpoints(ids(pack)[0])] == [15, 10]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("a\nb"), "ValueError: a"),
+        (ValueError(), "ValueError"),
+        (
+            MemoryError("big"),
+            "out of memory: MemoryError: big; lower run.max_pack_size, or ask for more in run.resources",
+        ),
+        (OSError(errno.ENOSPC, "No space"), "the disk is full: OSError: [Errno 28] No space"),
+        (OSError(errno.EACCES, "Denied"), "PermissionError: [Errno 13] Denied"),
+    ],
+)
+def test_errors_in_one_line(error, line):
+    assert describe(error) == line
+
+
+def test_what_jax_is_told(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "7")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("JAX_PLATFORMS")
+    prepare_jax(Resources(gpu=0.5))
+    assert "JAX_PLATFORMS" not in os.environ
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.450"
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / f"hyla-compiled-{os.getuid()}")
+    assert os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "7"
+    prepare_jax(Resources(tpu=1))
+    assert "JAX_PLATFORMS" not in os.environ
+    prepare_jax(Resources())
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+def test_a_cache_that_others_could_write_is_not_used(tmp_path):
+    folder = compilation_cache(tmp_path)
+    assert folder is not None
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert compilation_cache(tmp_path) is None
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    assert compilation_cache(tmp_path) is None
+    assert compilation_cache(tmp_path / "absent") is None
+
+
+@pytest.mark.slow
+def test_a_real_training_goes_on_bit_for_bit(pack, job, store, tmp_path, monkeypatch):
+    unbroken = Store.create(tmp_path / "unbroken")
+    assert set(run_pack(pack, job._replace(store=str(unbroken.path))).statuses.values()) == {"finished"}
+    asked = iter([False] * 4)
+    outcome = run_pack(pack, job, should_stop=lambda: next(asked, True))
+    assert set(outcome.statuses.values()) == {"interrupted"}
+    assert set(run_pack(pack, job).statuses.values()) == {"finished"}
+    attempts = store.trials(raw=True)
+    assert len(attempts) == 4
+    assert 0 < attempts["start_step"].max() < 20
+    assert equal_tables(store, unbroken) == []
+    assert (attempts["peak_mem_bytes"] > 2**20).all()
+    assert set(attempts["device_kind"]) == {"cpu"}
