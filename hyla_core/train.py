@@ -193,7 +193,9 @@ class _Program:
         step, flag = described(np.uint32(0)), described(np.bool_(False))
 
         self.member_state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
-        self.init = jax.jit(init).lower(members).compile()
+        # What runs once is not worth optimising: on a CPU that took as long as compiling the training step.
+        hasty = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True} if _on_cpu() else None
+        self.init = jax.jit(init).lower(members).compile(hasty)
         self.advance = jax.jit(self._advance, donate_argnums=0).lower(state, members, step, step, flag).compile()
         self._evaluate_compiled = jax.jit(self._evaluate).lower(state.params, members).compile()
 
@@ -371,17 +373,14 @@ def _map_members(function: Callable[..., Any], *trees: Any) -> Any:
         # A members axis of size one keeps XLA's CPU compiler from its faster kernels: steps took a third longer.
         result = function(*jax.tree.map(lambda leaf: leaf[0], trees))
         return jax.tree.map(lambda leaf: leaf[None], result)
-    if _takes_turns():
+    if _on_cpu():
+        # Side by side would gain nothing (a step of four members took a tenth longer), and turns give each member the
+        # very kernels of a lone training: what it learns does not depend on its pack, to the bit.
         return jax.lax.map(lambda members: function(*members), trees)
     return jax.vmap(function)(*trees)
 
 
-def _takes_turns() -> bool:
-    """Whether members are computed one after another, not side by side.
-
-    On a CPU there is nothing to gain from the latter (a step of four members took a tenth longer), and turns give each
-    member the very kernels of a lone training: what it learns does not depend on its pack, to the bit.
-    """
+def _on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
