@@ -65,7 +65,7 @@ def run_command(args: argparse.Namespace) -> int:
     request = _Request(args, spec, selected, store)
     states = store.statuses()
     work = _Work.of(selected, states, args.retry)
-    if work.to_train and (problem := request.check_resources()) is not None:
+    if work.to_train and (problem := request.obstacle()) is not None:
         print(f"{args.sweep}: {problem}", file=sys.stderr)
         return WRONG_INPUT
     store.record_sweep(
@@ -154,14 +154,15 @@ class _Request:
 
         return tune.find_cluster(self.args.address)
 
-    def check_resources(self) -> str | None:
-        """Why this machine cannot run the sweep, before anything is started; None if it can."""
-        if self.args.in_process or self.address is not None:
+    def obstacle(self) -> str | None:
+        """Why the sweep cannot run where it is asked to, before anything is started; None if it can."""
+        if self.args.in_process:
             return None
         from sweeps.cluster import tune
 
         try:
-            tune.check_local_resources(self.spec.run.resources)
+            if self.address is None:
+                tune.check_local_resources(self.spec.run.resources)
         except tune.ClusterError as error:
             return str(error)
         return None

@@ -37,7 +37,7 @@ _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the behaviour to come; unset, Ray warns about it
     "RAY_SCHEDULER_EVENTS": "0",  # the autoscaler's lines on the terminal
     "RAY_AIR_NEW_OUTPUT": "0",  # Tune's other reporter prints even when told to be silent
-    "RAY_DEDUP_LOGS": "0",
+    "RAY_BACKEND_LOG_LEVEL": "error",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # signals are ours
     "TUNE_WARN_THRESHOLD_S": "60",
@@ -77,23 +77,34 @@ def find_cluster(address: str | None) -> str | None:
 
     Returns:
       The address of a cluster; None for a Ray of our own on this machine.
+
+    Raises:
+      ClusterError: nothing answers at the address given, or `auto` finds none.
     """
-    if address is not None:
+    if address not in (None, "auto"):
+        # Ray itself would try for eight minutes.
+        if address != "local" and not _answers(address):
+            raise ClusterError(f"--address {address}: nothing answers there; write HOST:PORT of the cluster's head")
         return None if address == "local" else address
-    if around := os.environ.get("RAY_ADDRESS"):
-        return None if around == "local" else around
+    around = os.environ.get("RAY_ADDRESS", "")
+    if around and around not in ("auto", "local"):
+        if not _answers(around):
+            raise ClusterError(f"RAY_ADDRESS={around}: nothing answers there; unset it, or add --address local")
+        return around
     # Written by `ray start`, and so on every node of a cluster that `ray up` started.
     for root in dict.fromkeys([tempfile.gettempdir(), str(_SYSTEM_TEMP)]):
         with contextlib.suppress(OSError):
             found = Path(root, "ray", "ray_current_cluster").read_text().strip()
             if _answers(found):
                 return found
+    if address == "auto":
+        raise ClusterError("--address auto: there is no Ray cluster around; start one, or leave the option out")
     return None
 
 
 def _answers(address: str) -> bool:
     """Whether something listens there: the file outlives a cluster that was killed."""
-    host, _, port = address.rpartition(":")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=2):
             return True

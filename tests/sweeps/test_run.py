@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -174,6 +175,7 @@ def test_a_signal_saves_and_the_next_run_goes_on(train, run, store, capsys):
     def at_step(configs, step):
         if configs[0].optim.peak_lr == 0.002 and step == 10:
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # a thread takes it in
 
     train.at_step = at_step
     before = signal.getsignal(signal.SIGTERM)
