@@ -37,7 +37,6 @@ _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the behaviour to come; unset, Ray warns about it
     "RAY_SCHEDULER_EVENTS": "0",  # the autoscaler's lines on the terminal
     "RAY_AIR_NEW_OUTPUT": "0",  # Tune's other reporter prints even when told to be silent
-    "RAY_BACKEND_LOG_LEVEL": "error",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # signals are ours
     "TUNE_WARN_THRESHOLD_S": "60",
@@ -92,7 +91,7 @@ def find_cluster(address: str | None) -> str | None:
             raise ClusterError(f"RAY_ADDRESS={around}: nothing answers there; unset it, or add --address local")
         return around
     # Written by `ray start`, and so on every node of a cluster that `ray up` started.
-    for root in dict.fromkeys([tempfile.gettempdir(), str(_SYSTEM_TEMP)]):
+    for root in filter(None, [os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), str(_SYSTEM_TEMP)]):
         with contextlib.suppress(OSError):
             found = Path(root, "ray", "ray_current_cluster").read_text().strip()
             if _answers(found):
