@@ -7,7 +7,6 @@ others are properties. Imports neither jax nor flax.
 import hashlib
 import json
 import math
-from fractions import Fraction as ExactFraction
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -66,8 +65,9 @@ class SravenConfig(Config):
 
     @property
     def num_held_out(self) -> int:
-        """Rule combinations that training never shows: ⌊ood_fraction × num_combinations⌋, exactly, in decimal."""
-        return math.floor(ExactFraction(repr(self.ood_fraction)) * self.num_combinations)
+        """Rule combinations that training never shows: ⌊ood_fraction × num_combinations⌋."""
+        # The product is rounded to binary first, as in the official code, so that sizes compare: 0.7 × 330 gives 230.
+        return math.floor(self.ood_fraction * self.num_combinations)
 
     @property
     def seq_len(self) -> int:
@@ -139,6 +139,12 @@ class ModelConfig(Config):
         for name in ("qk_dim", "v_dim"):
             if getattr(self, name) % self.num_heads:
                 raise ValueError(f"{name}={getattr(self, name)} is not a multiple of num_heads={self.num_heads}")
+        return self
+
+    @model_validator(mode="after")
+    def _sines_pair_with_cosines(self) -> Self:
+        if self.absolute_position and self.emb_dim % 2:
+            raise ValueError(f"emb_dim={self.emb_dim} is odd, but absolute_position needs a cosine for every sine")
         return self
 
     @property

@@ -117,3 +117,44 @@ def transformer_flops(
         layer += s * e * (2 * q + v) + s * s * q + value_network + s * v * e
     readout = s * e * (output_dim or vocab_size or 0)
     return 2 * (2 * embedding + 3 * (model.num_layers * layer + readout))
+
+
+def step_memory_bytes(config: TrainConfig, num_members: int = 1) -> int:
+    """Estimated peak of device memory while a pack trains: from above, within a factor of two.
+
+    Per parameter, 5 values: the parameter, Adam's two moments, the gradient, and the update under way.
+    Per example and layer, values that the backward pass finds again:
+      stream: for each of attention and MLP, the stream before it, the steps of its norm and what is added, 6·s·e.
+      attention: query, key and value s·(2q + v); weights h·s², once more before a normalisation over heads and once
+        more after dropout; a hidden layer of s²·v/h units, three times with its activation; what the value network
+        returns, s·v.
+      mlp: before, within and after the activation 3·s·f, or 6·s·f for swiglu's two branches; 2·s·f more with dropout.
+    Per example, in the layer that is worked on: gradients with respect to scores and weights 2·h·s², the hidden layer
+    2·s²·v/h, the MLP 2·s·f and the stream 2·s·e. At the two ends: inputs s·i, embedding and last norm 6·s·e, logits
+    3·s·o.
+
+    All are counted as float32, whatever the dtype of activations: scores, weights and norms are, and processors without
+    bfloat16 compute the rest in float32 as well. The program itself and workspaces of libraries come on top.
+
+    Args:
+      config: the training.
+      num_members: members of the pack, which train side by side.
+
+    Returns:
+      Bytes.
+    """
+    model, task = config.model, config.task
+    s, e, q, v, f, h = task.seq_len, model.emb_dim, model.qk_dim, model.v_dim, model.mlp_dim, model.num_heads
+    variant = VARIANTS[model.attention]
+    mlp_copies = {"gelu_mlp": 3, "swiglu": 6}[model.feedforward] + 2 * (model.dropout > 0)
+    saved = 6 * s * e + mlp_copies * s * f
+    in_work = 2 * (s * f + s * e)
+    if model.block != "mlp_only":
+        weights_copies = 1 + (variant.normalize == "rms_over_heads") + (model.attention_dropout > 0)
+        hidden_copies = {"default_values": 0, "linear_values": 1, "relu_values": 3}[variant.values]
+        hidden = s * s * model.v_head_dim
+        saved += 6 * s * e + s * (2 * q + v) + weights_copies * h * s * s + hidden_copies * hidden + s * v
+        in_work += 2 * h * s * s + (2 * hidden if hidden_copies else 0)
+    ends = s * (task.input_dim + 6 * e + 3 * task.output_dim)
+    activations = config.optim.batch_size * (model.num_layers * saved + in_work + ends)
+    return 4 * num_members * (5 * sum(num_params(config).values()) + activations)

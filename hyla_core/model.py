@@ -5,6 +5,7 @@ Parameters carry the names of the paper's official code, so that its weights loa
 Reference: arXiv 2406.05816, Section 2 and appendix.
 """
 
+import math
 from typing import Any, cast
 
 import flax.linen as nn
@@ -108,11 +109,11 @@ class Transformer(nn.Module):
         c = self.config
         if self.output_dim is None and self.vocab_size is None:
             raise ValueError("a transformer without a vocab_size needs an output_dim")
-        embedding = (
-            nn.Dense(c.emb_dim, dtype=self.dtype, name="embedding")
-            if self.vocab_size is None
-            else nn.Embed(self.vocab_size, c.emb_dim, dtype=self.dtype, name="embedding")
-        )
+        embedding: nn.Dense | nn.Embed
+        if self.vocab_size is None:
+            embedding = nn.Dense(c.emb_dim, dtype=self.dtype, name="embedding")
+        else:
+            embedding = nn.Embed(self.vocab_size, c.emb_dim, dtype=self.dtype, name="embedding")
         seq_len = inputs.shape[1]
         stream = embedding(inputs)
         if c.absolute_position:
@@ -129,9 +130,8 @@ class Transformer(nn.Module):
 
         stream = _norm("layer", "float32", "decoder_norm")(stream)
         if self.output_dim is None:
-            # Departs from nn.Embed.attend, which would round the logits to the dtype of activations.
-            table = embedding.variables["params"]["embedding"]
-            return jnp.einsum("bse,ve->bsv", stream, table) / np.sqrt(c.emb_dim).astype(np.float32)
+            # Not by nn.Embed.attend, which would round the logits to the dtype of activations.
+            return jnp.einsum("bse,ve->bsv", stream, embedding.embedding) / math.sqrt(c.emb_dim)
         return cast(Array, nn.Dense(self.output_dim, dtype="float32", name="logitdense")(stream))
 
 

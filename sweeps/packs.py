@@ -25,10 +25,11 @@ class Pack(NamedTuple):
 
 
 def make_packs(trials: Sequence[TrialSpec], max_pack_size: int) -> list[Pack]:
-    """Packs that hold each trial once, those of one shape adjacent, the cheapest shape first.
+    """Packs that hold each trial once: first one of every shape, then the others shape by shape; the cheapest first.
 
-    A worker compiles a shape once, and cheap trials first means that results, and slips, show early. Trials that can
-    share a pack are spread evenly: seven of them at a size of at most three make 3, 2 and 2.
+    The first round compiles every shape once, however many workers share it, so that the rest of a shape's packs find
+    its program in the machine's cache; and a shape that cannot be trained shows early. Trials that can share a pack
+    are spread evenly: seven of them at a size of at most three make 3, 2 and 2.
 
     Args:
       trials: all different.
@@ -46,13 +47,15 @@ def make_packs(trials: Sequence[TrialSpec], max_pack_size: int) -> list[Pack]:
     def cost(group: list[TrialSpec]) -> float:
         return trial_flops(group[0].config)
 
-    ordered = sorted(shapes.values(), key=lambda shape: min(map(cost, shape)))
-    return [
-        Pack(_pack_id(members), tuple(members))
-        for shape in ordered
-        for group in sorted(shape, key=cost)
-        for members in _spread(group, max_pack_size)
+    ordered = [
+        [
+            Pack(_pack_id(members), tuple(members))
+            for group in sorted(shape, key=cost)
+            for members in _spread(group, max_pack_size)
+        ]
+        for shape in sorted(shapes.values(), key=lambda shape: min(map(cost, shape)))
     ]
+    return [packs[0] for packs in ordered] + [pack for packs in ordered for pack in packs[1:]]
 
 
 def shape_key(config: TrainConfig) -> str:

@@ -181,7 +181,7 @@ def _config_type(name: str, value: object) -> pa.DataType:
     for kind, arrow_type in ((bool, _BOOL), (int, _INT), (float, _FLOAT), (str, _STRING)):
         if isinstance(value, kind):  # bool first: it is an int, too
             return arrow_type
-    raise StoreError(
+    raise ValueError(
         f"config field {name}={value!r} is a {type(value).__name__}; allowed are bool, int, float, str, None"
     )
 
@@ -208,6 +208,8 @@ def _list(folder: Path, suffix: str) -> list[_Entry]:
                     entries.append(_Entry(item.name, (stat.st_size, stat.st_mtime_ns, stat.st_ino)))
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise StoreError(f"{folder}: can't be read: {_reason(error)}") from error
     return sorted(entries, key=lambda entry: _split_name(entry.name, suffix) or (entry.name, 0))
 
 
@@ -477,14 +479,18 @@ def _keep_claims_alive() -> None:
     """Starts this process's one thread that renews heartbeats while training doesn't, as in a long compilation."""
     global _keeper_pid
 
-    def renew_all() -> None:
-        for writer in list(_writers):
-            writer._keep_alive()
+    def renew() -> None:
+        with _keeper_lock:
+            references = [weakref.ref(writer) for writer in _writers]
+        for reference in references:
+            if writer := reference():
+                writer._keep_alive()
+                del writer  # held no longer than needed: a dropped attempt gives its claim back
 
     def run() -> None:
         while True:
             time.sleep(KEEP_ALIVE_EVERY_S)
-            renew_all()  # a function, so that no reference outlasts it and keeps a dropped attempt alive
+            renew()
 
     with _keeper_lock:
         if _keeper_pid != os.getpid():  # a forked child has no thread yet
@@ -534,7 +540,7 @@ class AttemptWriter:
         self._pid = os.getpid()
         self._run_id = run_id
         self._begun = False
-        self._last_beat = 0.0
+        self._last_beat = -math.inf
         self._release: Callable[[], object] = lambda: None
 
     def __repr__(self) -> str:
@@ -624,6 +630,8 @@ class AttemptWriter:
                 ) from failure
             self.sealed = True
             self._release()
+            with _keeper_lock:
+                _writers.discard(self)
 
     @property
     def _claim_path(self) -> Path:
@@ -643,7 +651,8 @@ class AttemptWriter:
         if not _create_exclusively(self._claim_path, self._claim_content()):
             return False
         self._release = weakref.finalize(self, _give_back, self._claim_path, self._pid)
-        _writers.add(self)
+        with _keeper_lock:
+            _writers.add(self)
         return True
 
     def _settle(self) -> None:
@@ -818,14 +827,17 @@ class Store:
           StoreError: there is none.
         """
         store = cls(path)
-        if not store.path.exists():
-            raise StoreError(f"{path}: no such folder; give the folder of a results store")
-        if not store.path.is_dir():
-            raise StoreError(f"{path}: not a folder; give the folder of a results store")
-        if not any((store.path / folder).is_dir() for folder in ("trials", "sweeps")):
-            raise StoreError(
-                f"{path}: not a results store (it has no folder trials/); give the folder of a results store"
-            )
+        try:
+            if not store.path.exists():
+                raise StoreError(f"{path}: no such folder; give the folder of a results store")
+            if not store.path.is_dir():
+                raise StoreError(f"{path}: not a folder; give the folder of a results store")
+            if not any((store.path / folder).is_dir() for folder in ("trials", "sweeps")):
+                raise StoreError(
+                    f"{path}: not a results store (it has no folder trials/); give the folder of a results store"
+                )
+        except OSError as error:
+            raise StoreError(f"{path}: can't be read: {_reason(error)}") from error
         return store
 
     @classmethod
@@ -975,18 +987,20 @@ class Store:
         path = self.path / "claims" / name
         try:
             modified = path.stat().st_mtime
-            text = path.read_bytes()
         except FileNotFoundError:
             return None
         try:
-            content = json.loads(text)
+            content = json.loads(path.read_bytes())
             heartbeat = datetime.fromtimestamp(content["heartbeat"], UTC)
-        except (ValueError, KeyError, TypeError):  # just being created, or its maker died over it
+            alive = _is_alive(content, modified)
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, OverflowError, OSError):  # just being made, or its maker died over it
             alive = time.time() - modified < DEAD_AFTER_S
             return Claim(*split, alive, False, None, None, None, None, {})
         return Claim(
             *split,
-            alive=_is_alive(content, modified),
+            alive=alive,
             begun=bool(content.get("begun")),
             run_id=content.get("run_id"),
             host=content.get("host"),

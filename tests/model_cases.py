@@ -11,7 +11,7 @@ def small_config(
     """A training of a tiny model, with sizes that differ from each other; `model` overrides fields of its model."""
     return TrainConfig.model_validate(
         {
-            "task": {"name": "sraven", "num_features": 1, "num_values": 5},  # 9 tokens of width 5
+            "task": {"name": "sraven", "num_features": 1, "num_values": 5, **(task or {})},  # 9 tokens of width 5
             "data": {"num_train": 100, "num_steps": 10, "num_valid": 4, "num_ood": 4},
             "model": {
                 "attention": "hyla",

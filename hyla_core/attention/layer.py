@@ -1,5 +1,6 @@
 """The attention layer: projections, scores, normalisation, dropout, value network."""
 
+import math
 from typing import cast
 
 import flax.linen as nn
@@ -57,7 +58,7 @@ class Attention(nn.Module):
             key = nn.LayerNorm(epsilon=1e-6, use_bias=False, dtype=self.dtype, name="key_ln")(key)
 
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-        scores = scores / jnp.sqrt(self.qk_dim // self.num_heads).astype(jnp.float32)
+        scores = scores / math.sqrt(self.qk_dim // self.num_heads)
         if bias is not None:
             scores = scores + bias
         weights = getattr(normalize, self.variant.normalize)(scores, mask)

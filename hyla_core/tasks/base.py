@@ -24,7 +24,7 @@ class Batch(NamedTuple):
 
 
 class Task(Protocol):
-    """One task at one size. Implementations are immutable and hashable, so they may be static arguments of `jax.jit`."""
+    """One task at one size, immutable and hashable, so that it can be a static argument of `jax.jit`."""
 
     @property
     def eval_splits(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hyla_core.config import NUM_SRAVEN_RULES, SravenConfig
+from hyla_core.config import SravenConfig
 from hyla_core.tasks.base import Batch, example_rngs
 
 RULES = (
@@ -200,6 +200,3 @@ class _Draws:
             for j in range(i + 1, number):
                 chosen[j] = chosen[j] + (chosen[j] >= chosen[i])
         return jnp.stack(chosen)
-
-
-assert len(RULES) == len(INCREMENTS) == NUM_SRAVEN_RULES

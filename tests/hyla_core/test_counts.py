@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from golden_files import flattened
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -15,6 +16,7 @@ from hyla_core.attention.variants import VARIANTS
 from hyla_core.counts import (
     num_non_embedding_params,
     num_params,
+    step_memory_bytes,
     train_flops_per_example,
     transformer_flops,
     transformer_params,
@@ -119,3 +121,54 @@ def test_train_flops_by_hand():
     # 9 each; scores and two products of HYLA's value network 81 each; MLP 2·9; readout 9·5.
     tiny = small_config(emb_dim=1, num_heads=1, num_layers=1, qk_dim=1, v_dim=1, mlp_dim=1)
     assert train_flops_per_example(tiny) == 2 * (2 * 45 + 3 * (36 + 243 + 18 + 45))
+
+
+MEMORY_CASES: dict[str, dict[str, Any]] = {
+    "softmax": {"attention": "softmax", "num_layers": 4},
+    "hyla": {"attention_dropout": 0.1, "dropout": 0.1},
+    "hyla_linear": {"attention": "hyla_linear_no_rms", "num_heads": 2, "v_dim": 64},
+    "swiglu": {"attention": "linear", "feedforward": "swiglu", "norm": "rms"},
+    "mlp_only": {"block": "mlp_only"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_members", [1, 3])
+@pytest.mark.parametrize("options", [pytest.param(options, id=name) for name, options in MEMORY_CASES.items()])
+def test_step_memory_is_within_a_factor_of_two_of_what_the_compiler_plans(options, num_members):
+    config = small_config(**{"emb_dim": 32, "num_heads": 4, "qk_dim": 16, "v_dim": 16, "mlp_dim": 64} | options)
+    optimizer = optax.adamw(1e-3)
+
+    def init(rng):
+        params = init_params(config, rng)
+        return params, optimizer.init(params)
+
+    def step(state, inputs, rng):
+        params, moments = state
+        grads = jax.grad(lambda p: jnp.mean(apply(config, p, inputs, dropout_rng=rng) ** 2))(params)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    rngs = jax.random.split(jax.random.key(0), num_members)
+    shape = (num_members, config.optim.batch_size, config.task.seq_len, config.task.input_dim)
+    inputs = jax.ShapeDtypeStruct(shape, jnp.float32)
+    program = jax.jit(jax.vmap(step), donate_argnums=0).lower(jax.eval_shape(jax.vmap(init), rngs), inputs, rngs)
+    plan = program.compile().memory_analysis()
+    measured = (
+        plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes + plan.temp_size_in_bytes
+    )
+    assert 0.9 * measured < step_memory_bytes(config, num_members) < 2 * measured
+
+
+@pytest.mark.parametrize(("num_features", "seq_len"), [(1, 9), (2, 18)])
+def test_step_memory_grows_with_the_square_of_hylas_sequence(num_features, seq_len):
+    hyla, linear = (
+        step_memory_bytes(small_config(attention=name, task={"num_features": num_features}))
+        for name in ("hyla_no_rms", "linear")
+    )
+    # Three in each of two layers and two gradients, of a hidden layer of width 4, for 3 examples in float32.
+    assert hyla - linear == (3 * 2 + 2) * seq_len**2 * 4 * 3 * 4
+
+
+def test_step_memory_is_that_of_one_member_times_their_number():
+    assert step_memory_bytes(small_config(), 5) == 5 * step_memory_bytes(small_config())

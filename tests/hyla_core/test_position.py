@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_cases import small_config
 
 from hyla_core.position import RelativePositionBias, relative_position_buckets, sinusoidal_code
 
@@ -59,6 +60,11 @@ def test_sinusoidal_code_by_hand():
     code = sinusoidal_code(4, 6)
     assert code.shape == (4, 6)
     np.testing.assert_allclose(code[3], expected, rtol=1e-6)
+
+
+def test_sinusoidal_code_needs_an_even_width():
+    with pytest.raises(ValueError, match="emb_dim=9 is odd"):
+        small_config(emb_dim=9, num_heads=3, qk_dim=6, v_dim=6, absolute_position=True)
 
 
 def test_sinusoidal_code_of_width_two_has_one_frequency():

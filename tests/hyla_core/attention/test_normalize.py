@@ -44,7 +44,7 @@ def test_masked_entries_weigh_nothing_and_sway_nothing(normalize):
     weights = normalize(scores, mask)
     assert weights.shape == scores.shape
     np.testing.assert_array_equal(np.where(mask, 0, weights), 0)
-    elsewhere = np.where(mask, scores, 100.0)
+    elsewhere = np.where(mask, scores, 1e6).astype(np.float32)
     np.testing.assert_array_equal(normalize(elsewhere, mask), weights)
 
 
