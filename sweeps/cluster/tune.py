@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -60,7 +61,7 @@ class Events(Protocol):
     def pack_ended(self, pack: Pack, outcome: PackOutcome) -> None:
         """A worker has returned; its results are in the store."""
 
-    def worker_lost(self, pack: Pack, *, again: bool) -> None:
+    def worker_lost(self, pack: Pack, reason: str, *, again: bool) -> None:
         """A worker died under its pack, which is started again or, after several times, given up for this run."""
 
 
@@ -408,10 +409,10 @@ def _fit(
             events.pack_ended(packs[trial.config["pack"]], outcome)
 
         def on_trial_recover(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-            events.worker_lost(packs[trial.config["pack"]], again=True)
+            events.worker_lost(packs[trial.config["pack"]], _why_lost(trial.error_file), again=True)
 
         def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-            events.worker_lost(packs[trial.config["pack"]], again=False)
+            events.worker_lost(packs[trial.config["pack"]], _why_lost(trial.error_file), again=False)
 
         def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
             if stop.overdue:
@@ -445,6 +446,21 @@ def _fit(
         # A full disk, for one, breaks Tune's own bookkeeping after the packs have been dealt with.
         return None if stop.overdue else f"Ray Tune gave up: {_first_line(error)}"
     return None
+
+
+def _why_lost(error_file: str | None) -> str:
+    """What Tune's account of a lost worker comes down to."""
+    try:
+        text = Path(error_file or "").read_text().rpartition("Failure #")[2]
+    except OSError:
+        return "its process died"
+    if "low on memory" in text:
+        return "its machine ran low on memory"
+    if re.search(r"node (has )?died|node failure", text, re.IGNORECASE):
+        return "its machine is gone"
+    if "runtime_env" in text or "runtime environment" in text:
+        return "the code could not be set up for it: " + text.partition("\n")[2].strip().partition("\n")[0]
+    return "its process died"
 
 
 def _first_line(error: BaseException) -> str:

@@ -247,6 +247,32 @@ def test_resources_that_no_machine_has_are_refused_before_anything_starts(train,
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 
 
+def test_a_costly_sweep_wants_a_yes(train, store, sweep, tmp_path, capsys, monkeypatch):
+    started = []
+    monkeypatch.setattr("sweeps.run._train", lambda request, work, states: started.append(len(work.to_train)) or 0)
+    options = ["run", str(sweep), "--results", str(tmp_path / "store"), "--address", "local"]
+    assert main(options) == 0  # cheap
+    for part in (store.path / "sweeps").iterdir():
+        part.unlink()
+
+    monkeypatch.setattr("sweeps.run.CONFIRM_ABOVE_S", 1e-6)
+    assert main(options) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1
+    assert "8 trials are to be trained, about 0 s of core time (assumed); add --yes to start that" in err[0]
+    assert store.sweeps(raw=True).empty
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "n")
+    assert main(options) == 2
+    assert "not started" in capsys.readouterr().err
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    assert main(options) == 0
+    assert main([*options, "--yes"]) == 0
+    assert started == [8, 8, 8]
+
+
 def test_a_finished_sweep_needs_neither_ray_nor_jax(train, run, sweep, tmp_path):
     run()
     code = (
