@@ -491,8 +491,12 @@ class _Driver:
             say(problem)
         if not complete:
             left = len(found) - done - statuses["failed"]
-            retry = "failed" if not left and statuses["failed"] else None
-            say(f"to {'try them again' if retry else 'continue'}: {request.command(retry)}")
+            if stop.broken is not None:
+                say(f"once that is mended: {request.command('failed')}")
+            elif statuses["failed"] and not left:
+                say(f"to try them again: {request.command('failed')}")
+            else:
+                say(f"to continue: {request.command()}")
         if done:
             say(f"curves: python analysis/scaling.py {shlex.quote(request.shown_store)}")
         self._view.event(
