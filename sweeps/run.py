@@ -337,6 +337,7 @@ class _Driver:
         self._request, self._packs, self._tracker, self._view, self._stop = request, packs, tracker, view, stop
         self._any_result = any_result
         self._errors: list[str] = []  # of packs that ended without a result
+        self._not_trained: dict[str, str] = {}  # trial_id → why, where the store does not say
         self._lost: Counter[str] = Counter()  # reason → trials given up because their workers were lost
         self._started_at: dict[str, float] = {}
         self._trained: set[str] = set()
@@ -422,6 +423,8 @@ class _Driver:
             self._view.event("trial", trial_id=trial.trial_id, status=status, axes=trial.axes, **failed)
             if status in DONE:
                 self._trained.add(trial.trial_id)
+            elif status != "failed" and outcome.error is not None:
+                self._not_trained[trial.trial_id] = outcome.error
         if any(status in DONE for status in outcome.statuses.values()):
             self._any_result = True
         elif outcome.error is not None:
@@ -487,6 +490,9 @@ class _Driver:
             say(f"  python -m sweeps show {shlex.quote(request.shown_store)} {failure.trial_id}")
         for reason, num_trials in self._lost.items():
             say(f"{num_trials} given up for now: each time a worker was lost, {reason}")
+        if stop.broken is None:
+            for failure in group_failures(self._not_trained):
+                say(f"{failure.num_trials} not trained: {failure.error}")
         if problem is not None:
             say(problem)
         if not complete:

@@ -1,5 +1,6 @@
 """`run` in this process: exit statuses, what is left to train, retries, signals."""
 
+import errno
 import json
 import os
 import signal
@@ -117,6 +118,15 @@ def test_a_failed_trial_is_a_row_and_is_tried_again_only_when_asked(train, run, 
     assert run("--retry", "failed") == 0
     assert len(train.calls) == 1
     assert len(store.finished()) == 8
+
+
+def test_what_kept_trials_from_being_trained_is_said_at_the_end(train, run, store, capsys):
+    train.at_step = fail_above(0.0035, OSError(errno.ENOSPC, "No space left on device"))
+    assert run() == 1
+    assert statuses(store) == ["finished"] * 6 + ["interrupted"] * 2
+    assert "2 not trained: the disk is full: OSError: [Errno 28] No space left on device" in capsys.readouterr().out
+    train.at_step = lambda configs, step: None
+    assert run() == 0
 
 
 def test_a_lack_of_memory_is_tried_again_by_the_next_run(train, run, store):
