@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 OK, SOME_FAILED, WRONG_INPUT, BROKEN = 0, 1, 2, 3
 
+CONFIRM_ABOVE_S = 24 * 3600
+"""Device time from which on a run asks before it starts."""
+
 NUM_PACKS_TO_JUDGE = 3
 """A sweep is broken when this many packs, or all where there are fewer, end with one error and none with a result."""
 
@@ -65,7 +68,7 @@ def run_command(args: argparse.Namespace) -> int:
     request = _Request(args, spec, selected, store)
     states = store.statuses()
     work = _Work.of(selected, states, args.retry)
-    if work.to_train and (problem := request.check_resources()) is not None:
+    if work.to_train and (problem := request.obstacle() or request.unconfirmed(work)) is not None:
         print(f"{args.sweep}: {problem}", file=sys.stderr)
         return WRONG_INPUT
     store.record_sweep(
@@ -154,17 +157,39 @@ class _Request:
 
         return tune.find_cluster(self.args.address)
 
-    def check_resources(self) -> str | None:
-        """Why this machine cannot run the sweep, before anything is started; None if it can."""
-        if self.args.in_process or self.address is not None:
+    def obstacle(self) -> str | None:
+        """Why the sweep cannot run where it is asked to, before anything is started; None if it can."""
+        if self.args.in_process:
             return None
         from sweeps.cluster import tune
 
         try:
-            tune.check_local_resources(self.spec.run.resources)
+            if self.address is None:
+                tune.check_local_resources(self.spec.run.resources)
         except tune.ClusterError as error:
             return str(error)
         return None
+
+    def unconfirmed(self, work: _Work) -> str | None:
+        """Why a costly run has not been agreed to; None if it was, or is not costly."""
+        if self.args.yes or self.args.in_process:
+            return None
+        from sweeps import plan
+
+        resources = self.spec.run.resources
+        kind = "a100" if resources.gpu else "tpu-v5e" if resources.tpu else "cpu"
+        state = plan.read_store(str(self.store.path), work.to_train)
+        cost = plan.make_plan(self.spec, work.to_train, self.shown_store, state, plan.DEVICES[kind], 1).cost
+        if cost.device_s < CONFIRM_ABOVE_S:
+            return None
+        question = (
+            f"{len(work.to_train):,} trials are to be trained, about {duration(cost.device_s)} of {cost.unit} time "
+            f"({cost.explanation.partition(':')[0]})"
+        )
+        if self.args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            return f"{question}; add --yes to start that"
+        answer = input(f"{self.spec.name}: {question}. Start? [y/N] ")
+        return None if answer.strip().lower() in ("y", "yes") else "not started"
 
     def command(self, retry: str | None = None) -> str:
         """The command that goes on with this request."""
@@ -178,6 +203,7 @@ class _Request:
         words += ["--max-concurrent", str(args.max_concurrent)] * bool(args.max_concurrent)
         words += ["--retry", retry or args.retry] * bool(retry or args.retry)
         words += ["--in-process"] * args.in_process
+        words += ["--yes"] * args.yes
         return shlex.join(words)
 
     def packs(self, work: _Work) -> list[Pack]:
@@ -311,7 +337,8 @@ class _Driver:
         self._request, self._packs, self._tracker, self._view, self._stop = request, packs, tracker, view, stop
         self._any_result = any_result
         self._errors: list[str] = []  # of packs that ended without a result
-        self._lost: dict[str, int] = {}  # pack_id → trials given up because their workers were lost
+        self._not_trained: dict[str, str] = {}  # trial_id → why, where the store does not say
+        self._lost: Counter[str] = Counter()  # reason → trials given up because their workers were lost
         self._started_at: dict[str, float] = {}
         self._trained: set[str] = set()
 
@@ -396,7 +423,12 @@ class _Driver:
             self._view.event("trial", trial_id=trial.trial_id, status=status, axes=trial.axes, **failed)
             if status in DONE:
                 self._trained.add(trial.trial_id)
-        self._judge(outcome)
+            elif status != "failed" and outcome.error is not None:
+                self._not_trained[trial.trial_id] = outcome.error
+        if any(status in DONE for status in outcome.statuses.values()):
+            self._any_result = True
+        elif outcome.error is not None:
+            self._judge(outcome.error)
 
     def _line(self, status: str, trial_ids: Sequence[str], took: str, error: str | None) -> str:
         several = f" {len(trial_ids)}" if len(trial_ids) > 1 else ""
@@ -407,25 +439,23 @@ class _Driver:
             return f"{text}: {error}"
         return text + (" (another run has it)" if status == "left" else "")
 
-    def _judge(self, outcome: "PackOutcome") -> None:
-        """Finds the sweep broken if the first packs all ended with one error."""
-        if outcome.error is None or any(status in DONE for status in outcome.statuses.values()):
-            self._any_result |= any(status in DONE for status in outcome.statuses.values())
-            return
-        self._errors.append(outcome.error)
+    def _judge(self, error: str) -> None:
+        """Finds the sweep broken if the first packs all ended with one error; called with that of each."""
+        self._errors.append(error)
         enough = len(self._errors) >= min(NUM_PACKS_TO_JUDGE, len(self._packs))
         if enough and not self._any_result and len(set(map(error_kind, self._errors))) == 1:
-            self._stop.as_broken(outcome.error)
+            self._stop.as_broken(error)
 
-    def worker_lost(self, pack: Pack, *, again: bool) -> None:
+    def worker_lost(self, pack: Pack, reason: str, *, again: bool) -> None:
         """A worker died under its pack."""
         trial_ids = [trial.trial_id for trial in pack.trials]
         self._tracker.worker_lost(pack)
         then = "starting it again" if again else "giving it up for this run"
-        self._view.say(f"lost the worker of {self._tracker.describe(trial_ids) or trial_ids[0]}; {then}")
-        self._view.event("worker_lost", pack_id=pack.pack_id, trial_ids=trial_ids, again=again)
+        self._view.say(f"lost the worker of {self._tracker.describe(trial_ids) or trial_ids[0]}: {reason}; {then}")
+        self._view.event("worker_lost", pack_id=pack.pack_id, trial_ids=trial_ids, reason=reason, again=again)
         if not again:
-            self._lost[pack.pack_id] = len(trial_ids)
+            self._lost[reason] += len(trial_ids)
+            self._judge(reason)
 
     def summary(self, wall_s: float, problem: str | None) -> int:
         """Counts what the store has now, says so, and gives the exit status."""
@@ -458,14 +488,21 @@ class _Driver:
         for failure in failures:
             say(f"{failure.num_trials} failed: {failure.error}")
             say(f"  python -m sweeps show {shlex.quote(request.shown_store)} {failure.trial_id}")
-        if lost := sum(self._lost.values()):
-            say(f"{lost} left, since their workers were lost again and again; the machines may lack memory")
+        for reason, num_trials in self._lost.items():
+            say(f"{num_trials} given up for now: each time a worker was lost, {reason}")
+        if stop.broken is None:
+            for failure in group_failures(self._not_trained):
+                say(f"{failure.num_trials} not trained: {failure.error}")
         if problem is not None:
             say(problem)
         if not complete:
             left = len(found) - done - statuses["failed"]
-            retry = "failed" if not left and statuses["failed"] else None
-            say(f"to {'try them again' if retry else 'continue'}: {request.command(retry)}")
+            if stop.broken is not None:
+                say(f"once that is mended: {request.command('failed')}")
+            elif statuses["failed"] and not left:
+                say(f"to try them again: {request.command('failed')}")
+            else:
+                say(f"to continue: {request.command()}")
         if done:
             say(f"curves: python analysis/scaling.py {shlex.quote(request.shown_store)}")
         self._view.event(

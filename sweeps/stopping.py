@@ -59,35 +59,56 @@ class Stop:
 def on_signals(stop: Stop, end_now: Callable[[], None]) -> Iterator[None]:
     """Within it, a first signal asks `stop`, and a second one ends this process at once.
 
-    The handler itself only sets a flag: it runs in the middle of whatever the main thread does. A signal that was
-    ignored, as under nohup, stays so.
+    Signals are taken in by a thread, so that they count even while the main thread waits inside a library. A signal
+    that was ignored, as under nohup, stays so.
 
     Args:
       stop: asked by the first signal.
       end_now: called by the second one, right before the process ends with 128 + the signal's number.
     """
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        if stop.signum is None:
-            stop.by_signal(signum)
-            return
-        try:
-            end_now()
-        finally:
-            os._exit(128 + signum)
-
     previous = {signum: signal.getsignal(signum) for signum in SIGNALS}
     handled = [signum for signum, handler in previous.items() if handler is not signal.SIG_IGN]
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
 
     def arm() -> None:
+        # The interpreter writes the number of each signal that has a handler into the pipe, at once.
         for signum in handled:
-            signal.signal(signum, handle)
+            signal.signal(signum, _do_nothing)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
+    def listen() -> None:
+        while signum := os.read(read_end, 1)[0]:
+            if signum not in handled:
+                continue
+            if stop.signum is None:
+                stop.by_signal(signum)
+                continue
+            try:
+                end_now()
+            finally:
+                os._exit(128 + signum)
+
+    listener = threading.Thread(target=listen, name="signals", daemon=True)
+    listener.start()
+    previous_fd = signal.set_wakeup_fd(-1)
     arm()
     stop.rearm = arm
     try:
         yield
     finally:
         stop.rearm = lambda: None
+        signal.set_wakeup_fd(previous_fd)
         for signum in handled:
             signal.signal(signum, previous[signum] or signal.SIG_DFL)
+        os.write(write_end, bytes([_END]))
+        listener.join()
+        os.close(read_end)
+        os.close(write_end)
+
+
+_END = 0  # no signal has this number
+
+
+def _do_nothing(signum: int, frame: FrameType | None) -> None:
+    """A handler must exist for a signal to be noticed."""

@@ -292,7 +292,7 @@ def _newest_whole(checkpoints: Iterator[tuple[int, bytes]]) -> tuple[int, bytes 
 
 def _counts(config: TrainConfig) -> dict[str, float]:
     """What is known of a training before it starts. Columns of the trials table."""
-    flops = counts.train_flops_per_example(config)
+    flops = float(counts.train_flops_per_example(config))  # beyond 2⁵³ whole numbers fit no column
     return {
         "num_params": sum(counts.num_params(config).values()),
         "num_non_embedding_params": counts.num_non_embedding_params(config),

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -37,7 +38,6 @@ _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the behaviour to come; unset, Ray warns about it
     "RAY_SCHEDULER_EVENTS": "0",  # the autoscaler's lines on the terminal
     "RAY_AIR_NEW_OUTPUT": "0",  # Tune's other reporter prints even when told to be silent
-    "RAY_DEDUP_LOGS": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # signals are ours
     "TUNE_WARN_THRESHOLD_S": "60",
@@ -61,7 +61,7 @@ class Events(Protocol):
     def pack_ended(self, pack: Pack, outcome: PackOutcome) -> None:
         """A worker has returned; its results are in the store."""
 
-    def worker_lost(self, pack: Pack, *, again: bool) -> None:
+    def worker_lost(self, pack: Pack, reason: str, *, again: bool) -> None:
         """A worker died under its pack, which is started again or, after several times, given up for this run."""
 
 
@@ -77,23 +77,34 @@ def find_cluster(address: str | None) -> str | None:
 
     Returns:
       The address of a cluster; None for a Ray of our own on this machine.
+
+    Raises:
+      ClusterError: nothing answers at the address given, or `auto` finds none.
     """
-    if address is not None:
+    if address not in (None, "auto"):
+        # Ray itself would try for eight minutes.
+        if address != "local" and not _answers(address):
+            raise ClusterError(f"--address {address}: nothing answers there; write HOST:PORT of the cluster's head")
         return None if address == "local" else address
-    if around := os.environ.get("RAY_ADDRESS"):
-        return None if around == "local" else around
+    around = os.environ.get("RAY_ADDRESS", "")
+    if around and around not in ("auto", "local"):
+        if not _answers(around):
+            raise ClusterError(f"RAY_ADDRESS={around}: nothing answers there; unset it, or add --address local")
+        return around
     # Written by `ray start`, and so on every node of a cluster that `ray up` started.
-    for root in dict.fromkeys([tempfile.gettempdir(), str(_SYSTEM_TEMP)]):
+    for root in filter(None, [os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), str(_SYSTEM_TEMP)]):
         with contextlib.suppress(OSError):
             found = Path(root, "ray", "ray_current_cluster").read_text().strip()
             if _answers(found):
                 return found
+    if address == "auto":
+        raise ClusterError("--address auto: there is no Ray cluster around; start one, or leave the option out")
     return None
 
 
 def _answers(address: str) -> bool:
     """Whether something listens there: the file outlives a cluster that was killed."""
-    host, _, port = address.rpartition(":")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=2):
             return True
@@ -398,10 +409,10 @@ def _fit(
             events.pack_ended(packs[trial.config["pack"]], outcome)
 
         def on_trial_recover(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-            events.worker_lost(packs[trial.config["pack"]], again=True)
+            events.worker_lost(packs[trial.config["pack"]], _why_lost(trial.error_file), again=True)
 
         def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-            events.worker_lost(packs[trial.config["pack"]], again=False)
+            events.worker_lost(packs[trial.config["pack"]], _why_lost(trial.error_file), again=False)
 
         def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
             if stop.overdue:
@@ -435,6 +446,21 @@ def _fit(
         # A full disk, for one, breaks Tune's own bookkeeping after the packs have been dealt with.
         return None if stop.overdue else f"Ray Tune gave up: {_first_line(error)}"
     return None
+
+
+def _why_lost(error_file: str | None) -> str:
+    """What Tune's account of a lost worker comes down to."""
+    try:
+        text = Path(error_file or "").read_text().rpartition("Failure #")[2]
+    except OSError:
+        return "its process died"
+    if "low on memory" in text:
+        return "its machine ran low on memory"
+    if re.search(r"node (has )?died|node failure", text, re.IGNORECASE):
+        return "its machine is gone"
+    if "runtime_env" in text or "runtime environment" in text:
+        return "the code could not be set up for it: " + text.partition("\n")[2].strip().partition("\n")[0]
+    return "its process died"
 
 
 def _first_line(error: BaseException) -> str:

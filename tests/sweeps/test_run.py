@@ -1,10 +1,12 @@
 """`run` in this process: exit statuses, what is left to train, retries, signals."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -118,6 +120,15 @@ def test_a_failed_trial_is_a_row_and_is_tried_again_only_when_asked(train, run, 
     assert len(store.finished()) == 8
 
 
+def test_what_kept_trials_from_being_trained_is_said_at_the_end(train, run, store, capsys):
+    train.at_step = fail_above(0.0035, OSError(errno.ENOSPC, "No space left on device"))
+    assert run() == 1
+    assert statuses(store) == ["finished"] * 6 + ["interrupted"] * 2
+    assert "2 not trained: the disk is full: OSError: [Errno 28] No space left on device" in capsys.readouterr().out
+    train.at_step = lambda configs, step: None
+    assert run() == 0
+
+
 def test_a_lack_of_memory_is_tried_again_by_the_next_run(train, run, store):
     train.at_step = fail_above(0.0035, RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes"))
     assert run() == 1
@@ -174,6 +185,7 @@ def test_a_signal_saves_and_the_next_run_goes_on(train, run, store, capsys):
     def at_step(configs, step):
         if configs[0].optim.peak_lr == 0.002 and step == 10:
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # a thread takes it in
 
     train.at_step = at_step
     before = signal.getsignal(signal.SIGTERM)
@@ -243,6 +255,32 @@ def test_resources_that_no_machine_has_are_refused_before_anything_starts(train,
     assert "run.resources.cpu=9999" in capsys.readouterr().err
     assert store.sweeps(raw=True).empty
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+
+
+def test_a_costly_sweep_wants_a_yes(train, store, sweep, tmp_path, capsys, monkeypatch):
+    started = []
+    monkeypatch.setattr("sweeps.run._train", lambda request, work, states: started.append(len(work.to_train)) or 0)
+    options = ["run", str(sweep), "--results", str(tmp_path / "store"), "--address", "local"]
+    assert main(options) == 0  # cheap
+    for part in (store.path / "sweeps").iterdir():
+        part.unlink()
+
+    monkeypatch.setattr("sweeps.run.CONFIRM_ABOVE_S", 1e-6)
+    assert main(options) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1
+    assert "8 trials are to be trained, about 0 s of core time (assumed); add --yes to start that" in err[0]
+    assert store.sweeps(raw=True).empty
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "n")
+    assert main(options) == 2
+    assert "not started" in capsys.readouterr().err
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    assert main(options) == 0
+    assert main([*options, "--yes"]) == 0
+    assert started == [8, 8, 8]
 
 
 def test_a_finished_sweep_needs_neither_ray_nor_jax(train, run, sweep, tmp_path):

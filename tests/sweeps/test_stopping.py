@@ -20,14 +20,9 @@ with on_signals(stop, lambda: print("ending", flush=True)):
 """
 
 
-def start(*, ignore: tuple[signal.Signals, ...] = ()) -> subprocess.Popen:
-    def ignore_signals() -> None:
-        for signum in ignore:
-            signal.signal(signum, signal.SIG_IGN)
-
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, preexec_fn=ignore_signals
-    )
+def start(program: str = PROGRAM, *, ignore: tuple[signal.Signals, ...] = ()) -> subprocess.Popen:
+    first = "".join(f"import signal; signal.signal({int(signum)}, signal.SIG_IGN)\n" for signum in ignore)
+    process = subprocess.Popen([sys.executable, "-c", first + program], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -51,6 +46,19 @@ def test_an_ignored_signal_stays_ignored():
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == f"asked {int(signal.SIGINT)}\n"
         process.kill()
+
+
+def test_signals_count_while_the_main_thread_is_inside_a_library():
+    """As in a connection that does not come about: there, no Python handler runs."""
+    # A computation in C that gives the interpreter's lock back and never looks for signals.
+    busy = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
+    program = PROGRAM.replace("stop.wait(60)", busy)
+    with start(program) as process:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "ending\n"
+        assert process.wait(10) == 128 + signal.SIGTERM
 
 
 def test_handlers_are_put_back_and_can_be_taken_back_in_between():

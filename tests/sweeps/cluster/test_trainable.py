@@ -195,6 +195,12 @@ def test_checkpoints_stay_where_the_sweep_says_so(train, pack, job, store):
     assert [step for step, _ in store.load_checkpoints(ids(pack)[0])] == [15, 10]
 
 
+def test_counts_beyond_what_a_float_holds_exactly_fit_their_columns(train, pack, job, store, monkeypatch):
+    monkeypatch.setattr(trainable.counts, "train_flops_per_example", lambda config: 2**53 + 1)
+    assert run_pack(pack, job).error is None
+    assert store.trials()["train_flops"].tolist() == [pytest.approx(80 * 2**53)] * 2
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [

@@ -44,18 +44,24 @@ def test_where_to_run(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(tune, "_SYSTEM_TEMP", tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert tune.find_cluster("10.0.0.1:6379") == "10.0.0.1:6379"
     assert tune.find_cluster("local") is None
     assert tune.find_cluster(None) is None
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-        assert tune.find_cluster(None) == address
+        assert tune.find_cluster(None) == tune.find_cluster("auto") == tune.find_cluster(address) == address
+        assert tune.find_cluster(f"ray://{address}") == f"ray://{address}"
         assert tune.find_cluster("local") is None
     assert tune.find_cluster(None) is None  # the file outlived the cluster
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
-    assert tune.find_cluster(None) == "10.0.0.2:6379"
+    with pytest.raises(tune.ClusterError, match=f"--address {address}: nothing answers there"):
+        tune.find_cluster(address)
+    with pytest.raises(tune.ClusterError, match="--address auto: there is no Ray cluster around"):
+        tune.find_cluster("auto")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(tune.ClusterError, match=f"RAY_ADDRESS={address}: nothing answers there"):
+        tune.find_cluster(None)
+    assert tune.find_cluster("local") is None
 
 
 def test_folders_of_killed_drivers_are_removed(tmp_path):
