@@ -35,7 +35,7 @@ class SweepStatus(NamedTuple):
     file: str | None
     num_trials: int
     counts: dict[str, int]  # by status, all of COLUMNS
-    last_activity: datetime  # the latest start or end of an attempt, heartbeat, or request
+    last_activity: datetime  # the latest write of an attempt, heartbeat, or request
 
 
 def status_command(args: argparse.Namespace) -> int:
@@ -51,13 +51,7 @@ def status_command(args: argparse.Namespace) -> int:
 
 def sweep_statuses(store: Store) -> list[SweepStatus]:
     """The state of every sweep, the latest request first."""
-    attempts = store.trials(raw=True)[["trial_id", "started_at", "ended_at"]]
-    latest = attempts.set_index("trial_id").max(axis=1).groupby(level=0).max().to_dict()
-    for claim in store.claims():
-        if claim.alive and claim.heartbeat is not None:
-            latest[claim.trial_id] = max(
-                pd.Timestamp(claim.heartbeat), latest.get(claim.trial_id, pd.Timestamp(0, tz=UTC))
-            )
+    latest = store.last_activity()
     return [
         SweepStatus(
             sweep=summary.sweep,
@@ -65,10 +59,7 @@ def sweep_statuses(store: Store) -> list[SweepStatus]:
             file=summary.file,
             num_trials=len(summary.trial_ids),
             counts={name: summary.counts.get(name, 0) for name in COLUMNS},
-            last_activity=max(
-                [summary.requested_at]
-                + [latest[id_].to_pydatetime() for id_ in summary.trial_ids if not pd.isna(latest.get(id_))]
-            ),
+            last_activity=max([summary.requested_at, *(latest[id_] for id_ in summary.trial_ids if id_ in latest)]),
         )
         for summary in store.summary()
     ]
@@ -139,14 +130,13 @@ def show_command(args: argparse.Namespace) -> int:
     shown = resolve_store(args)
     store = Store.open(shown)
     requests = store.sweeps(raw=True)
-    attempts = store.trials(raw=True)
-    known = dict.fromkeys([*requests["trial_id"], *attempts["trial_id"]])
+    known = dict.fromkeys([*requests["trial_id"], *store.statuses()])
     found = [trial_id for trial_id in known if trial_id.startswith(args.trial)]
     if len(found) != 1:
         what = "no trial has" if not found else f"{len(found)} trials have"
         print(f"{shown}: {what} an id that starts with {args.trial}", file=sys.stderr)
         return NOT_FOUND
-    trial = describe_trial(store, shown, found[0], requests, attempts)
+    trial = describe_trial(store, shown, found[0], requests)
     if args.json:
         print(json.dumps(trial, default=str))
     else:
@@ -154,9 +144,7 @@ def show_command(args: argparse.Namespace) -> int:
     return FOUND
 
 
-def describe_trial(
-    store: Store, shown: str, trial_id: str, requests: pd.DataFrame, attempts: pd.DataFrame
-) -> dict[str, Any]:
+def describe_trial(store: Store, shown: str, trial_id: str, requests: pd.DataFrame) -> dict[str, Any]:
     """All that the store knows of a trial, as plain values.
 
     Args:
@@ -164,10 +152,9 @@ def describe_trial(
       shown: its path as the user writes it.
       trial_id: the trial.
       requests: the store's sweeps table, raw.
-      attempts: its trials table, raw.
     """
     state = store.statuses().get(trial_id)
-    own = attempts[attempts["trial_id"] == trial_id].sort_values("attempt")
+    own = store.trials(raw=True, trial_ids=[trial_id])
     rows = [{str(name): value for name, value in row.items() if not _absent(value)} for row in own.to_dict("records")]
     asked = requests[requests["trial_id"] == trial_id]
     last = rows[-1] if rows else {}

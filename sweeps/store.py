@@ -1180,6 +1180,19 @@ class Store:
             )
         return states
 
+    def last_activity(self) -> dict[str, datetime]:
+        """When something last happened to each trial: a write of a part, or a heartbeat of a live claim."""
+        latest: dict[str, datetime] = {}
+        moments = [
+            (key[0], datetime.fromtimestamp(entry.version[1] / 1e9, UTC))
+            for entry in _list(self.path / "trials", ".parquet")
+            if (key := _split_name(entry.name, ".parquet")) is not None
+        ]
+        moments += [(claim.trial_id, claim.heartbeat) for claim in self.claims() if claim.alive and claim.heartbeat]
+        for trial_id, moment in moments:
+            latest[trial_id] = max(moment, latest.get(trial_id, moment))
+        return latest
+
     def summary(self) -> list[SweepSummary]:
         """Every sweep by the trials of its latest request, newest request first; tiny sweeps apart."""
         statuses = self.statuses()
