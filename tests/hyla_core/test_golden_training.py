@@ -1,0 +1,107 @@
+"""Learning rates and whole trainings against numbers of the paper's official code."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from golden_files import Golden, flattened, golden_params, official_model
+from quick_jit import quick_jit
+
+from hyla_core import optim
+from hyla_core.config import OptimConfig, SravenConfig
+from hyla_core.model import Transformer
+from hyla_core.optim import Hyperparams
+from hyla_core.tasks import Batch, make_task
+from hyla_core.train import gradient_step
+
+pytestmark = pytest.mark.golden
+
+
+@pytest.mark.parametrize("golden", golden_params("schedule"))
+def test_schedule(golden: Golden):
+    for case in golden.manifest["cases"]:
+        expected = golden.arrays[case["key"]]
+        rates = optim.learning_rate(np.arange(len(expected)), case["lr"], case["warmup_steps"], case["steps"], 0.1)
+        np.testing.assert_allclose(rates, expected, err_msg=str(case), **golden.manifest["tolerance"])
+
+
+def raven_metrics(official: dict[str, Any], logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+    data = official["data"]
+    task = make_task(
+        SravenConfig(
+            name="sraven",
+            num_features=data["num_features"],
+            num_values=data["feature_maxval"],
+            grid_size=data["grid_size"],
+        )
+    )
+    means = {name: jnp.mean(values) for name, values in task.metrics(logits, batch).items()}
+    return {"loss": means["loss"], "acc": means["accuracy"], "acc_per_feature": means["accuracy_per_feature"]}
+
+
+def logic_metrics(official: dict[str, Any], logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+    """Written here, for hyla_core has no such task: squared error at the last position."""
+    return {"loss": jnp.mean(jnp.square(logits[:, -1] - batch.targets))}
+
+
+METRICS = {"raven": raven_metrics, "logic": logic_metrics}
+
+
+@pytest.mark.parametrize("golden", golden_params("trajectory"))
+def test_trajectory(golden: Golden):
+    official = golden.manifest["config"]
+    schedule, adamw = golden.manifest["schedule"], golden.manifest["adamw"]
+    warmup_steps = int(schedule["warmup_steps"])
+    config = OptimConfig(
+        name=official["optimizer"],
+        batch_size=official["batch_size"],
+        peak_lr=schedule["peak_value"],
+        warmup_steps=warmup_steps,
+        final_lr_fraction=schedule["end_value"] / schedule["peak_value"],
+        decay_mask="spare_rank_1" if official["mask_weight_decay"] else "all",
+        grad_clip_norm=official["grad_clip_norm"],
+        **adamw,
+    )
+    # The official code hands optax num_steps - warmup_steps as decay_steps.
+    hyperparams = Hyperparams(
+        config.peak_lr, config.weight_decay, warmup_steps, int(schedule["decay_steps"]) + warmup_steps
+    )
+    model = official_model(official["model"])
+    transformer = Transformer(model.config, model.output_dim, model.vocab_size)
+    metrics_fn = METRICS[official["name"].split("_")[0]]
+
+    @quick_jit
+    def run(params, opt_state, step, batch):
+        def loss_fn(params):
+            logits = transformer.apply({"params": params}, batch.inputs, deterministic=True)
+            metrics = metrics_fn(official, logits, batch)
+            return metrics["loss"], metrics
+
+        grad_norm = optax.tree.norm(jax.grad(loss_fn, has_aux=True)(params)[0])
+        params, opt_state, metrics = gradient_step(loss_fn, params, opt_state, step, hyperparams, config)
+        rate = optim.learning_rate(step, config.peak_lr, warmup_steps, hyperparams.num_steps, config.final_lr_fraction)
+        measured = metrics | {"grad_norm": grad_norm, "param_norm": optax.tree.norm(params), "lr": rate}
+        return params, opt_state, measured
+
+    params = jax.tree.map(jnp.asarray, golden.tree("params0"))
+    decayed = flattened(optim.decay_mask(params, config.decay_mask), "params0/")
+    assert decayed == golden.manifest["weight_decayed"]
+
+    opt_state = optim.init(params, config)
+    history = []
+    for step, batch in enumerate(zip(golden.arrays["batch/x"], golden.arrays["batch/y"], strict=True)):
+        params, opt_state, measured = run(params, opt_state, np.uint32(step), Batch(*batch))
+        history.append(measured)
+
+    tolerance = golden.manifest["tolerance"]
+    for name in history[0]:
+        ours = np.array([measured[name] for measured in history])
+        expected, limits = golden.arrays[f"step/{name}"], tolerance[f"step/{name}"]
+        np.testing.assert_allclose(ours, expected, err_msg=name, **limits)
+    limits = {name: limit for name, limit in tolerance["params1"].items() if name in ("rtol", "atol")}
+    for name, leaf in flattened(params, "params1/").items():
+        if name not in golden.manifest["noisy_leaves"]:
+            np.testing.assert_allclose(leaf, golden.arrays[name], err_msg=name, **{"rtol": 0, **limits})
