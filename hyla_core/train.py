@@ -2,8 +2,8 @@
 
 A program is compiled once per shape (`program_shape` and the number of members) and kept. Everything that members may
 differ in, and the lengths of training and training set, enter it as data. A chunk of steps is one call of it: examples
-are drawn, gradients taken and metrics summed on the device, and a few scalars come back. Accelerators compute members side
-by side, CPUs one after another.
+are drawn, gradients taken and metrics summed on the device, and a few scalars come back. Accelerators compute members
+side by side, CPUs one after another.
 """
 
 import bisect
@@ -44,10 +44,12 @@ PROGRAMS_KEPT = 4
 PACK_RTOL, PACK_ATOL = 5e-3, 2e-2
 """How far a member's rows may be from those of the same training alone, over the first 200 steps.
 
-On a CPU they are equal to the bit. Where members are computed side by side, kernels of other shapes round otherwise. Most
-rows then differ by less than 1e-6, but a relu of HYLA's value network that rounding switches, and Adam, which scales up
-small gradients, let some drift apart: by at most 4e-3 nats and 1e-2 of accuracy in 21 trainings of 200 steps (softmax,
-HYLA and HYLA with softmax, 2 features, batch 64, learning rates up to 1e-2). Later on, no bound holds.
+On a CPU they were equal to the bit in every training tried, since members take turns with the same kernels; XLA does
+not promise it. Where members are computed side by side, kernels of other shapes round otherwise. Most rows then differ
+by less than 1e-6, but a relu of HYLA's value network that rounding switches, and Adam, which scales up small gradients,
+let some drift apart: by at most 4e-3 nats and 1e-2 of accuracy in 18 trainings of 200 steps (softmax, HYLA and HYLA
+with softmax; 2 features, batch 64, learning rates up to 1e-2; on a CPU made to compute side by side). Later on, no
+bound holds.
 """
 
 RUNNING, FINISHED, DIVERGED, INTERRUPTED = "running", "finished", "diverged", "interrupted"
@@ -194,8 +196,8 @@ class _Program:
 
         self.member_state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
         # What runs once is not worth optimising: on a CPU that took as long as compiling the training step.
-        hasty = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True} if _on_cpu() else None
-        self.init = jax.jit(init).lower(members).compile(hasty)
+        hasty = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+        self.init = jax.jit(init).lower(members).compile(hasty if jax.default_backend() == "cpu" else None)
         self.advance = jax.jit(self._advance, donate_argnums=0).lower(state, members, step, step, flag).compile()
         self._evaluate_compiled = jax.jit(self._evaluate).lower(state.params, members).compile()
 
@@ -373,14 +375,17 @@ def _map_members(function: Callable[..., Any], *trees: Any) -> Any:
         # A members axis of size one keeps XLA's CPU compiler from its faster kernels: steps took a third longer.
         result = function(*jax.tree.map(lambda leaf: leaf[0], trees))
         return jax.tree.map(lambda leaf: leaf[None], result)
-    if _on_cpu():
-        # Side by side would gain nothing (a step of four members took a tenth longer), and turns give each member the
-        # very kernels of a lone training: what it learns does not depend on its pack, to the bit.
+    if _takes_turns():
         return jax.lax.map(lambda members: function(*members), trees)
     return jax.vmap(function)(*trees)
 
 
-def _on_cpu() -> bool:
+def _takes_turns() -> bool:
+    """Whether members are computed one after another, not side by side.
+
+    On a CPU there is nothing to gain from the latter (a step of four members took a tenth longer), and in turns each
+    member gets the kernels of a lone training, so that what it learns does not depend on its pack (see PACK_RTOL).
+    """
     return jax.default_backend() == "cpu"
 
 

@@ -1,15 +1,17 @@
 import dataclasses
+import functools
 import gc
 import math
-import weakref
+import time
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_jit import known_options, quick_jit
 
-from hyla_core import checkpoint, metrics, model, optim, train
+from hyla_core import checkpoint, model, optim, train
 from hyla_core.checkpoint import DamagedCheckpoint
 from hyla_core.config import Cadence, TrainConfig
 from hyla_core.metrics import MetricsRow
@@ -67,6 +69,36 @@ PACK = [
     make_config(peak_lr=1e-3, weight_decay=0.3, warmup_steps=0),
     make_config(split=7, data=8, init=9, warmup_steps=11),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs():
+    """Compiles with little optimisation, which takes a quarter of the time. Slow tests undo it."""
+    compile_fully = jax.stages.Lowered.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", lambda self, _=None: compile_fully(self, known_options()))
+        train._program.cache_clear()
+        yield patch
+        train._program.cache_clear()
+
+
+@pytest.fixture
+def fully_compiled(quick_programs):
+    """Undoes `quick_programs` for one test."""
+    quick = jax.stages.Lowered.compile
+    quick_programs.undo()
+    train._program.cache_clear()
+    yield
+    train._program.cache_clear()
+    quick_programs.setattr(jax.stages.Lowered, "compile", quick)
+
+
+def changed(config: TrainConfig, **sections: dict) -> TrainConfig:
+    """A copy with other values of some fields, `changed(config, model={"emb_dim": 32})`."""
+    fields = config.model_dump()
+    for section, values in sections.items():
+        fields[section] |= values
+    return TrainConfig.model_validate(fields)
 
 
 @dataclasses.dataclass
@@ -136,7 +168,7 @@ def test_training_rows_are_means_over_an_independent_loop():
     dropout_rng = jax.random.fold_in(jax.random.key(config.seeds.init), 1)
     hyperparams = Hyperparams(3e-3, 0.1, 5, NUM_STEPS)
 
-    @jax.jit
+    @quick_jit
     def update(params, opt_state, step, index):
         batch = task.sample(tables, "train", jax.random.key(config.seeds.data), index)
 
@@ -147,7 +179,9 @@ def test_training_rows_are_means_over_an_independent_loop():
         loss, grads = jax.value_and_grad(loss_fn)(params)
         return loss, *optim.update(grads, opt_state, params, step, hyperparams, config.optim)
 
-    params = model.init_params(config, jax.random.fold_in(jax.random.key(config.seeds.init), 0))
+    params = quick_jit(functools.partial(model.init_params, config))(
+        jax.random.fold_in(jax.random.key(config.seeds.init), 0)
+    )
     opt_state = optim.init(params, config.optim)
     losses = []
     for step in range(NUM_STEPS):
@@ -159,8 +193,14 @@ def test_training_rows_are_means_over_an_independent_loop():
     rows = [row.value for row in recorder.rows if (row.split, row.metric) == ("train", "loss")]
     np.testing.assert_allclose(rows, np.reshape(losses, (5, 8)).mean(axis=1), rtol=1e-4)
     for split, size in (("valid", 21), ("ood", 9)):
-        batch = task.sample(tables, split, jax.random.key(config.seeds.data), np.arange(size, dtype=np.uint32))
-        values = task.metrics(model.apply(config, params, batch.inputs), batch)
+
+        @quick_jit
+        def measure(params, split=split, size=size):
+            index = np.arange(size, dtype=np.uint32)
+            batch = task.sample(tables, split, jax.random.key(config.seeds.data), index)
+            return task.metrics(model.apply(config, params, batch.inputs), batch)
+
+        values = measure(params)
         for name in values:
             (row,) = [row for row in recorder.rows if (row.step, row.split, row.metric) == (40, split, name)]
             np.testing.assert_allclose(row.value, np.mean(values[name]), rtol=1e-4, err_msg=f"{split} {name}")
@@ -278,12 +318,18 @@ def test_trainings_of_other_lengths_share_the_program():
     assert recorder.reports[-1].progress[0].step == 17
 
 
-def test_compilation_is_timed_apart():
-    train._program.cache_clear()
-    recorder = run([make_config(num_steps=3, warmup_steps=1)])
+def test_compilation_is_timed_apart(monkeypatch):
+    program = train._program(train.program_shape(make_config()), 1)
+
+    def compile_slowly(*_):
+        time.sleep(0.2)
+        return program
+
+    monkeypatch.setattr(train, "_program", functools.lru_cache(compile_slowly))
+    first, second = run([make_config()]), run([make_config(peak_lr=1e-3)])
     assert train.num_compilations() == 1
-    assert recorder.reports[0].compile_s > 0.1
-    assert {report.compile_s for report in recorder.reports} == {recorder.reports[0].compile_s}
+    assert all(report.compile_s == first.reports[0].compile_s > 0.2 for report in first.reports)
+    assert {report.compile_s for report in second.reports} == {0}
 
 
 def test_finished_members_have_nothing_to_do(chunk_of_steps):
@@ -324,15 +370,24 @@ def test_checkpoints_that_do_not_fit_are_refused_by_trial():
     config = make_config()
     data = run([config], stop_after=1).reports[-1].checkpoints[config.trial_id]
     with pytest.raises(DamagedCheckpoint, match=rf"^trial {config.trial_id}: .*SHA-256"):
-        run([config], resume_from={config.trial_id: data[:-1] + b"\0"})
+        run([config], resume_from={config.trial_id: data[:-1] + bytes([data[-1] ^ 1])})
+    state, _ = checkpoint.decode(data, train._program(train.program_shape(config), 1).member_state)
     with pytest.raises(DamagedCheckpoint, match="beyond num_steps=40"):
-        state, _ = checkpoint.decode(data, train._program(train.program_shape(config), 1).member_state)
         run([config], resume_from={config.trial_id: checkpoint.encode(state, 41)})
     with pytest.raises(ValueError, match="not in this pack"):
         run([config], resume_from={"0123456789ab": data})
 
 
-def test_a_pack_is_equal_to_lone_trainings_within_the_tolerance():
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["softmax", "hyla"])
+def test_on_a_cpu_members_learn_to_the_bit_what_they_learn_alone(attention, fully_compiled):
+    pack = [changed(config, model={"attention": attention}) for config in PACK]
+    together = run(pack)
+    for config in pack:
+        assert together.rows_of(config) == run([config]).rows
+
+
+def test_members_side_by_side_learn_what_they_learn_alone_within_the_tolerance(monkeypatch):
     pack = [
         make_config(num_steps=200, **changes)
         for changes in (
@@ -341,27 +396,58 @@ def test_a_pack_is_equal_to_lone_trainings_within_the_tolerance():
             {"split": 7, "data": 8, "init": 9, "warmup_steps": 50},
         )
     ]
-    together = run(pack)
-    for config in pack:
-        alone, own = run([config]).rows, together.rows_of(config)
-        assert [row[:-1] for row in own] == [row[:-1] for row in alone]
-        values, expected = ([row.value for row in rows] for rows in (own, alone))
-        np.testing.assert_allclose(values, expected, rtol=PACK_RTOL, atol=PACK_ATOL)
+    alone = [row for config in pack for row in run([config]).rows]
+    monkeypatch.setattr(train, "_takes_turns", lambda: False)
+    monkeypatch.setattr(train, "_program", functools.lru_cache(train._Program))
+    recorder = run(pack)
+    together = [row for config in pack for row in recorder.rows_of(config)]
+    assert [row[:-1] for row in together] == [row[:-1] for row in alone]
+    values, expected = ([row.value for row in rows] for rows in (together, alone))
+    np.testing.assert_allclose(values, expected, rtol=PACK_RTOL, atol=PACK_ATOL)
+    # The tolerance leaves room for what rounding can become. Early on, it is still far from that.
+    early = [i for i, row in enumerate(together) if row.step <= 40 and row.metric == "loss"]
+    np.testing.assert_allclose(np.take(values, early), np.take(expected, early), rtol=1e-4)
 
 
-def test_the_loss_falls():
-    config = make_config(num_steps=2000, num_train=100_000, peak_lr=1e-2, warmup_steps=50)
+def test_a_small_training_set_is_learnt():
+    config = make_config(num_steps=400, num_train=16, peak_lr=1e-2)
     losses = [row.value for row in run([config]).rows if (row.split, row.metric) == ("train", "loss")]
-    assert losses[-1] < 0.8 * losses[0]
-    assert losses[-1] < 0.8 * math.log(5)
+    assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_program_that_is_dropped_is_freed():
-    run([make_config()])
-    program = train._program(train.program_shape(make_config()), 1)
-    executable = weakref.ref(program.advance.runtime_executable())
-    del program
-    assert executable() is not None
-    train._program.cache_clear()
-    gc.collect()
-    assert executable() is None
+@pytest.mark.slow
+def test_fresh_examples_of_seen_and_unseen_rules_are_answered(fully_compiled):
+    """Guessing gets one feature in eight right; seven in ten were after 2000 steps."""
+    config = changed(
+        make_config(num_steps=2000, num_train=128_000, peak_lr=1e-3, warmup_steps=20),
+        task={"num_values": 8},
+        data={"num_valid": 512, "num_ood": 512},
+        model={
+            "attention": "softmax",
+            "emb_dim": 32,
+            "num_heads": 8,
+            "num_layers": 2,
+            "qk_dim": 16,
+            "v_dim": 16,
+            "mlp_dim": 64,
+            "dropout": 0.0,
+        },
+        optim={"batch_size": 64},
+    )
+    final = {(row.split, row.metric): row.value for row in run([config]).rows if row.step == 2000}
+    assert final["valid", "accuracy_per_feature"] > 0.5
+    assert final["ood", "accuracy_per_feature"] > 0.5
+
+
+def test_programs_that_are_dropped_are_freed(monkeypatch):
+    def num_executables() -> int:
+        gc.collect()
+        return len(jax.devices()[0].client.live_executables())
+
+    shape = train.program_shape(make_config())
+    kept = functools.lru_cache(maxsize=1)(train._Program)
+    before = num_executables()
+    kept(shape, 1)
+    assert num_executables() >= before + 3
+    kept.cache_clear()
+    assert num_executables() == before
