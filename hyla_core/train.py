@@ -196,7 +196,10 @@ class _Program:
 
         self.member_state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
         # What runs once is not worth optimising: on a CPU that took as long as compiling the training step.
-        hasty = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+        hasty: dict[str, str | bool] = {
+            "xla_backend_optimization_level": "0",
+            "xla_llvm_disable_expensive_passes": True,
+        }
         self.init = jax.jit(init).lower(members).compile(hasty if jax.default_backend() == "cpu" else None)
         self.advance = jax.jit(self._advance, donate_argnums=0).lower(state, members, step, step, flag).compile()
         self._evaluate_compiled = jax.jit(self._evaluate).lower(state.params, members).compile()
