@@ -1,4 +1,4 @@
-"""The shipped sweep as its users run it: the tiny form whole, the real grid's smallest and largest cell for a few steps."""
+"""The shipped sweep as its users run it: all of the tiny form, and of the real grid the smallest and the largest cell."""
 
 import os
 import re
