@@ -387,6 +387,7 @@ def test_on_a_cpu_members_learn_to_the_bit_what_they_learn_alone(attention, full
         assert together.rows_of(config) == run([config]).rows
 
 
+@pytest.mark.slow
 def test_members_side_by_side_learn_what_they_learn_alone_within_the_tolerance(monkeypatch):
     pack = [
         make_config(num_steps=200, **changes)
@@ -439,6 +440,7 @@ def test_fresh_examples_of_seen_and_unseen_rules_are_answered(fully_compiled):
     assert final["ood", "accuracy_per_feature"] > 0.5
 
 
+@pytest.mark.slow
 def test_programs_that_are_dropped_are_freed(monkeypatch):
     def num_executables() -> int:
         gc.collect()
