@@ -1,4 +1,4 @@
-"""The shipped sweep as its users run it: all of the tiny form, and of the real grid the smallest and the largest cell."""
+"""The shipped sweep as its users run it: the tiny form, and the smallest and largest cell of the real grid."""
 
 import os
 import re
