@@ -14,7 +14,7 @@ from sweeps.cluster.trainable import PackJob, compilation_cache, describe, prepa
 from sweeps.expand import expand
 from sweeps.packs import Pack, make_packs
 from sweeps.spec import Resources, load_sweep
-from sweeps.store import Store, StoreError, equal_tables
+from sweeps.store import AttemptWriter, Store, StoreError, equal_tables
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +131,22 @@ def test_an_error_fails_every_member_and_gives_their_claims_back(train, pack, jo
     detail = store.trials()["error_detail"].iloc[0]
     assert 'File "sweeps/cluster/trainable.py"' in detail
     assert "ValueError: some\nlines" in detail
+
+
+def test_claims_are_given_back_even_where_nothing_can_be_written(train, pack, job, store, monkeypatch):
+    kept = ValueError("whose traceback somebody keeps, and all that it refers to")
+
+    def at_step(configs, step):
+        raise kept
+
+    def refuse(self, status, error=None, **facts):
+        raise StoreError("no room")
+
+    train.at_step = at_step
+    monkeypatch.setattr(AttemptWriter, "seal", refuse)
+    assert run_pack(pack, job).error.startswith("ValueError: whose traceback")
+    assert [claim for claim in store.claims() if claim.alive] == []
+    assert {state.status for state in store.statuses().values()} == {"interrupted"}
 
 
 def test_a_full_disk_is_no_result_of_a_trial(train, pack, job, store):
