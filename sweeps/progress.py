@@ -404,24 +404,29 @@ class LiveView:
         self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
         self._live.start()
         self._size = self._console.size
+        # The ticker and the driver are threads of their own; a line written between two halves of a redraw is lost.
+        self._lock = threading.Lock()
 
     def update(self, snapshot: Snapshot) -> None:
-        if self._console.size != self._size:
-            # The terminal has rewrapped what was drawn, so that rich would move up by the wrong number of lines.
-            self._size = self._console.size
-            self._live.stop()
-            self._console.clear()
-            self._live.start()
-        self._live.update(self._panel(snapshot), refresh=True)
+        with self._lock:
+            if self._console.size != self._size:
+                # The terminal has rewrapped what was drawn, so that rich would move up by the wrong number of lines.
+                self._size = self._console.size
+                self._live.stop()
+                self._console.clear()
+                self._live.start()
+            self._live.update(self._panel(snapshot), refresh=True)
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
+        with self._lock:
+            self._console.print(text, markup=False, highlight=False)
 
     def event(self, name: str, **fields: Any) -> None:
         """People read the panel."""
 
     def close(self) -> None:
-        self._live.stop()
+        with self._lock:
+            self._live.stop()
 
     def _panel(self, snapshot: Snapshot) -> Any:
         from rich.console import Group

@@ -64,13 +64,14 @@ def run_command(args: argparse.Namespace) -> int:
     trials = expand(spec)
     selected = _only(trials, args.only, spec)
     # Workers have other working directories.
-    store = Store.create(Path(resolve_store(args)).expanduser().absolute())
+    store = Store(Path(resolve_store(args)).expanduser().absolute())
     request = _Request(args, spec, selected, store)
     states = store.statuses()
     work = _Work.of(selected, states, args.retry)
     if work.to_train and (problem := request.obstacle() or request.unconfirmed(work)) is not None:
         print(f"{args.sweep}: {problem}", file=sys.stderr)
         return WRONG_INPUT
+    Store.create(store.path)
     store.record_sweep(
         spec.name,
         trials,

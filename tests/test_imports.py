@@ -12,8 +12,8 @@ FORBIDDEN = {
     # What must start quickly, or run where there is no accelerator, and so never loads these.
     "hyla_core.config": {"jax", "flax", "ray", "yaml", "pandas", "sweeps"},
     "hyla_core.counts": {"jax", "flax", "ray", "yaml", "pandas", "sweeps"},
-    "hyla_core.train": {"ray", "yaml", "sweeps", "pandas", "analysis"},
-    "hyla_core.tasks": {"ray", "yaml", "sweeps", "pandas", "analysis"},
+    "hyla_core.train": {"ray", "sweeps", "pandas", "analysis"},  # flax itself loads yaml
+    "hyla_core.tasks": {"ray", "sweeps", "pandas", "analysis"},
     "sweeps.spec": {"jax", "flax", "ray", "analysis"},
     "sweeps.expand": {"jax", "flax", "ray", "analysis"},
     "sweeps.packs": {"jax", "flax", "ray", "analysis"},

@@ -244,8 +244,8 @@ def test_json_lines(train, run, capsys):
     assert (events[-1]["finished"], events[-1]["failed"], events[-1]["left"]) == (6, 2, 0)
 
 
-def test_resources_that_no_machine_has_are_refused_before_anything_starts(train, run, store, sweep, tmp_path, capsys):
-    options = ["run", str(sweep), "--results", str(tmp_path / "store"), "--address", "local"]
+def test_resources_that_no_machine_has_are_refused_before_anything_starts(train, run, sweep, tmp_path, capsys):
+    options = ["run", str(sweep), "--results", str(tmp_path / "new"), "--address", "local"]
     assert main([*options, "--set", "run.resources.gpu=99"]) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1
@@ -253,7 +253,7 @@ def test_resources_that_no_machine_has_are_refused_before_anything_starts(train,
     assert "--set run.resources.gpu=" in err[0]
     assert main([*options, "--set", "run.resources.cpu=9999"]) == 2
     assert "run.resources.cpu=9999" in capsys.readouterr().err
-    assert store.sweeps(raw=True).empty
+    assert not (tmp_path / "new").exists()
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 
 

@@ -44,6 +44,12 @@ class Requested(NamedTuple):
     axes: dict
 
 
+@pytest.fixture(autouse=True)
+def no_renewal(monkeypatch):
+    """Keeps the thread that renews claims from undoing what a test does to one."""
+    monkeypatch.setattr(AttemptWriter, "_keep_alive", lambda self: None)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store.create(tmp_path / "results")
@@ -536,6 +542,7 @@ def test_heartbeats_are_written_at_most_every_second(store, monkeypatch):
 
 
 def test_a_claim_is_kept_alive_while_training_says_nothing(store, monkeypatch):
+    monkeypatch.undo()  # of `no_renewal`
     monkeypatch.setattr(store_module, "KEEP_ALIVE_EVERY_S", 0.05)
     monkeypatch.setattr(store_module, "_keeper_pid", None)  # a thread of this test's pace
     writer = begin(store)
