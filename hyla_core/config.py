@@ -27,6 +27,7 @@ from hyla_core.attention.variants import VARIANTS
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_EXAMPLES = 2**32  # examples are numbered by an unsigned 32-bit integer
+MAX_FUNCTIONS = 1_000_000  # of fuzzy logic: their table is part of every training's memory
 NUM_SRAVEN_RULES = 8  # length of tasks.sraven.RULES
 
 
@@ -70,9 +71,19 @@ class SravenConfig(Config):
         return math.floor(self.ood_fraction * self.num_combinations)
 
     @property
+    def eval_splits(self) -> tuple[str, ...]:
+        """Fresh instances of seen combinations and, where some are held out, of those."""
+        return ("valid", "ood") if self.num_held_out else ("valid",)
+
+    @property
     def seq_len(self) -> int:
         """Tokens of one example: every feature of every cell."""
         return self.grid_size**2 * self.num_features
+
+    @property
+    def vocab_size(self) -> None:
+        """No token ids: inputs are vectors."""
+        return None
 
     @property
     def input_dim(self) -> int:
@@ -90,7 +101,94 @@ class SravenConfig(Config):
         return 1 / self.num_values
 
 
-TaskConfig = SravenConfig  # a union discriminated by `name` once there is a second task
+class FuzzyLogicConfig(Config):
+    """Fuzzy logic: infer a function of num_variables truth values from examples of it in context.
+
+    A conjunction takes every variable or its negation, so there are 2^num_variables; a function is the disjunction of
+    num_terms different ones.
+
+    Reference: arXiv 2406.05816, Section 3 and its appendix on fuzzy logic.
+    """
+
+    name: Literal["fuzzy_logic"]
+    num_variables: Annotated[int, Field(ge=1, le=16)] = 4
+    num_terms: PositiveInt = 2
+    num_context: PositiveInt = 63  # examples before the query, so that a sequence has one token more
+    test_fraction: Fraction = 0.5  # share of the functions of seen conjunctions held out of training, split `test`
+    ood_fraction: Fraction = 0.25  # share of the conjunctions held out of training, split `ood`
+
+    @model_validator(mode="after")
+    def _some_function_is_left(self) -> Self:
+        if not self.num_train_functions:
+            raise ValueError(
+                f"num_terms={self.num_terms}, test_fraction={self.test_fraction} and ood_fraction={self.ood_fraction} "
+                f"leave none of the functions of 2^{self.num_variables} conjunctions for training"
+            )
+        if self.num_seen_functions + self.num_ood_functions > MAX_FUNCTIONS:
+            raise ValueError(
+                f"num_variables={self.num_variables} and num_terms={self.num_terms} make more than "
+                f"{MAX_FUNCTIONS:,} functions"
+            )
+        return self
+
+    @property
+    def num_conjunctions(self) -> int:
+        """Conjunctions of all variables, each plain or negated."""
+        return 2**self.num_variables
+
+    @property
+    def num_ood_conjunctions(self) -> int:
+        """Conjunctions that training never shows: ⌊ood_fraction × num_conjunctions⌋."""
+        return math.floor(self.ood_fraction * self.num_conjunctions)
+
+    @property
+    def num_seen_functions(self) -> int:
+        """Functions all of whose conjunctions training shows: those of `train`, `valid` and `test`."""
+        return math.comb(self.num_conjunctions - self.num_ood_conjunctions, self.num_terms)
+
+    @property
+    def num_test_functions(self) -> int:
+        """Functions of seen conjunctions that training never shows: ⌊test_fraction × num_seen_functions⌋."""
+        return math.floor(self.test_fraction * self.num_seen_functions)
+
+    @property
+    def num_train_functions(self) -> int:
+        """Functions that training shows."""
+        return self.num_seen_functions - self.num_test_functions
+
+    @property
+    def num_ood_functions(self) -> int:
+        """Functions of held-out conjunctions only; those that mix both kinds are never used."""
+        return math.comb(self.num_ood_conjunctions, self.num_terms)
+
+    @property
+    def eval_splits(self) -> tuple[str, ...]:
+        """Fresh examples of seen functions, and of each kind of function that is held out."""
+        held_out = {"test": self.num_test_functions, "ood": self.num_ood_functions}
+        return ("valid", *(split for split, number in held_out.items() if number))
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of one example: those in context and the query."""
+        return self.num_context + 1
+
+    @property
+    def vocab_size(self) -> None:
+        """No token ids: inputs are vectors."""
+        return None
+
+    @property
+    def input_dim(self) -> int:
+        """Width of one input token: the variables and the value of the function."""
+        return self.num_variables + 1
+
+    @property
+    def output_dim(self) -> int:
+        """The predicted value of the function."""
+        return 1
+
+
+TaskConfig = Annotated[SravenConfig | FuzzyLogicConfig, Field(discriminator="name")]
 
 
 class DataConfig(Config):
@@ -98,8 +196,9 @@ class DataConfig(Config):
 
     num_train: PositiveInt  # the training set: examples 0 … num_train - 1 of the training stream
     num_steps: PositiveInt
-    num_valid: PositiveInt  # evaluation examples of seen rule combinations
-    num_ood: NonNegativeInt  # evaluation examples of held-out rule combinations
+    num_valid: PositiveInt  # evaluation examples of what training shows: seen compositions, fresh examples
+    num_ood: NonNegativeInt  # evaluation examples of held-out parts or, in SRAVEN, rule combinations
+    num_test: NonNegativeInt = 0  # fuzzy logic: evaluation examples of held-out combinations of seen conjunctions
 
 
 class ModelConfig(Config):
@@ -197,6 +296,10 @@ class NumericsConfig(Config):
     matmul_precision: Literal["default", "high", "highest"] = "default"
 
 
+HELD_OUT_BY = {"test": "test_fraction", "ood": "ood_fraction"}
+"""The field of a task that decides whether there is anything to draw an evaluation split from."""
+
+
 class TrainConfig(Config):
     """Everything that decides what one training learns."""
 
@@ -222,11 +325,16 @@ class TrainConfig(Config):
             raise ValueError(f"data.num_train={data.num_train} is less than optim.batch_size={optim.batch_size}")
         if (seen := data.num_steps * optim.batch_size) >= MAX_EXAMPLES:
             raise ValueError(f"data.num_steps × optim.batch_size = {seen} is not below {MAX_EXAMPLES} examples")
-        if data.num_ood and not self.task.num_held_out:
-            raise ValueError(
-                f"data.num_ood={data.num_ood} but task.ood_fraction={self.task.ood_fraction} holds out none of "
-                f"{self.task.num_combinations} rule combinations; set num_ood to 0"
-            )
+        for split, fraction in HELD_OUT_BY.items():
+            size = getattr(data, f"num_{split}")
+            if size and split not in self.task.eval_splits:
+                share = getattr(self.task, fraction, None)
+                reason = (
+                    f"task.name={self.task.name!r} has no such split"
+                    if share is None
+                    else f"task.{fraction}={share} holds out nothing to draw them from"
+                )
+                raise ValueError(f"data.num_{split}={size} but {reason}; set num_{split} to 0")
         return self
 
     @property

@@ -17,7 +17,10 @@ def num_params(config: TrainConfig) -> dict[str, int]:
     Returns:
       Number for each of embedding, position, attention, mlp, norms and readout, as `transformer_params` derives them.
     """
-    return transformer_params(config.model, input_dim=config.task.input_dim, output_dim=config.task.output_dim)
+    task = config.task
+    return transformer_params(
+        config.model, input_dim=task.input_dim, output_dim=task.output_dim, vocab_size=task.vocab_size
+    )
 
 
 def num_non_embedding_params(config: TrainConfig) -> int:
@@ -76,7 +79,13 @@ def train_flops_per_example(config: TrainConfig) -> int:
     none. `transformer_flops` derives the number.
     """
     task = config.task
-    return transformer_flops(config.model, seq_len=task.seq_len, input_dim=task.input_dim, output_dim=task.output_dim)
+    return transformer_flops(
+        config.model,
+        seq_len=task.seq_len,
+        input_dim=task.input_dim,
+        output_dim=task.output_dim,
+        vocab_size=task.vocab_size,
+    )
 
 
 def transformer_flops(
@@ -131,7 +140,7 @@ def step_memory_bytes(config: TrainConfig, num_members: int = 1) -> int:
       mlp: before, within and after the activation 3·s·f, or 6·s·f for swiglu's two branches; 2·s·f more with dropout.
     Per example, in the layer that is worked on: gradients with respect to scores and weights 2·h·s², the hidden layer
     2·s²·v/h, the MLP 2·s·f and the stream 2·s·e. At the two ends: inputs s·i, embedding and last norm 6·s·e, logits
-    3·s·o.
+    3·s·o (o the vocabulary where the embedding table reads out).
 
     All are counted as float32, whatever the dtype of activations: scores, weights and norms are, and processors without
     bfloat16 compute the rest in float32 as well. The program itself and workspaces of libraries come on top.
@@ -155,6 +164,6 @@ def step_memory_bytes(config: TrainConfig, num_members: int = 1) -> int:
         hidden = s * s * model.v_head_dim
         saved += 6 * s * e + s * (2 * q + v) + weights_copies * h * s * s + hidden_copies * hidden + s * v
         in_work += 2 * h * s * s + (2 * hidden if hidden_copies else 0)
-    ends = s * (task.input_dim + 6 * e + 3 * task.output_dim)
+    ends = s * (task.input_dim + 6 * e + 3 * (task.output_dim or task.vocab_size or 0))
     activations = config.optim.batch_size * (model.num_layers * saved + in_work + ends)
     return 4 * num_members * (5 * sum(num_params(config).values()) + activations)

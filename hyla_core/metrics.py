@@ -1,6 +1,6 @@
 """Measured values: how they are averaged, and the rows they become."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +46,14 @@ def to_scalar(metric: str, value: Any) -> float:
     return float(array)
 
 
-def mean_rows(trial_id: str, step: int, split: str, sums: Mapping[str, Any], num_summed: float) -> list[MetricsRow]:
+def mean_rows(
+    trial_id: str,
+    step: int,
+    split: str,
+    sums: Mapping[str, Any],
+    num_summed: float,
+    derived: Callable[[Mapping[str, float]], dict[str, float]] = lambda means: {},
+) -> list[MetricsRow]:
     """Rows of means, one per metric, in the order of names.
 
     Args:
@@ -55,11 +62,10 @@ def mean_rows(trial_id: str, step: int, split: str, sums: Mapping[str, Any], num
       split: `train`, `valid`, `test` or `ood`.
       sums: a scalar per metric.
       num_summed: total weight in each sum, positive.
+      derived: metrics that follow from the means, such as a perplexity.
 
     Returns:
       The rows; division is in float64.
     """
-    return [
-        MetricsRow(trial_id, step, split, name, to_scalar(name, sums[name]) / float(num_summed))
-        for name in sorted(sums)
-    ]
+    means = {name: to_scalar(name, total) / float(num_summed) for name, total in sums.items()}
+    return [MetricsRow(trial_id, step, split, name, value) for name, value in sorted((means | derived(means)).items())]

@@ -145,7 +145,11 @@ def init_params(config: TrainConfig, rng: Array) -> Params:
     Returns:
       The tree of parameters, float32.
     """
-    inputs = jnp.zeros((1, config.task.seq_len, config.task.input_dim))
+    task = config.task
+    if task.vocab_size is None:
+        inputs = jnp.zeros((1, task.seq_len, task.input_dim))
+    else:
+        inputs = jnp.zeros((1, task.seq_len), jnp.int32)
     return cast(Params, _transformer(config).init(rng, inputs, deterministic=True)["params"])
 
 
@@ -157,12 +161,12 @@ def apply(
     Args:
       config: the training.
       params: as from `init_params`.
-      inputs: [batch, seq, input_dim].
+      inputs: [batch, seq, input_dim], or token ids [batch, seq] if the task has a vocabulary.
       mask: broadcasts to [batch, heads, query, key]; true where the query may see the key.
       dropout_rng: a key for this step's dropout. Without one, nothing is dropped.
 
     Returns:
-      [batch, seq, output_dim], float32.
+      [batch, seq, output_dim or vocab_size], float32.
     """
     rngs = None if dropout_rng is None else {"dropout": dropout_rng}
     with jax.default_matmul_precision(config.numerics.matmul_precision):
@@ -173,7 +177,8 @@ def apply(
 
 
 def _transformer(config: TrainConfig) -> Transformer:
-    return Transformer(config.model, output_dim=config.task.output_dim, dtype=config.numerics.dtype)
+    task = config.task
+    return Transformer(config.model, task.output_dim, task.vocab_size, config.numerics.dtype)
 
 
 def _norm(name: str, dtype: str, module_name: str) -> nn.LayerNorm | nn.RMSNorm:

@@ -7,6 +7,7 @@ side by side, CPUs one after another.
 """
 
 import bisect
+import concurrent.futures
 import functools
 import math
 import time
@@ -32,12 +33,16 @@ from hyla_core.config import (
 )
 from hyla_core.metrics import MetricsRow
 from hyla_core.optim import Hyperparams, Params
-from hyla_core.tasks import make_task
+from hyla_core.tasks import Batch, Task, make_task
 
 CHUNK_S = 2.0
 """Time that a chunk of steps aims at: long enough for its overhead not to count, short enough to report and to stop."""
 CHUNK_GROWTH = 8
 """How much longer than the one before a chunk may be. The first is a single step: nothing is known of the speed."""
+FEED_BYTES = 2**23
+"""Size of the examples that one call of a program is fed with, of one member, where the host reads them."""
+MAX_FEED_STEPS = 64
+"""Steps that one call of a program is fed for, at most."""
 PROGRAMS_KEPT = 4
 """Compiled programs that a process keeps; the one used least recently goes first."""
 
@@ -185,6 +190,7 @@ class _Program:
         self._shape = shape
         self._task = make_task(shape.task)
         self._eval_batches = _EvalBatches.of(shape, self._task.eval_splits)
+        self.feed_steps = _feed_steps(shape) if self._task.is_fed else None
 
         def described(value: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(np.shape(value), np.asarray(value).dtype)
@@ -193,6 +199,7 @@ class _Program:
         init = functools.partial(_map_members, self._init_member)
         state = jax.eval_shape(init, members)
         step, flag = described(np.uint32(0)), described(np.bool_(False))
+        feed = self._described_feed(num_members)
 
         self.member_state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
         # What runs once is not worth optimising: on a CPU that took as long as compiling the training step.
@@ -201,16 +208,46 @@ class _Program:
             "xla_llvm_disable_expensive_passes": True,
         }
         self.init = jax.jit(init).lower(members).compile(hasty if jax.default_backend() == "cpu" else None)
-        self.advance = jax.jit(self._advance, donate_argnums=0).lower(state, members, step, step, flag).compile()
-        self._evaluate_compiled = jax.jit(self._evaluate).lower(state.params, members).compile()
+        self.advance = jax.jit(self._advance, donate_argnums=0).lower(state, members, feed, step, step, flag).compile()
+        self._evaluate_compiled = jax.jit(self._evaluate).lower(state.params, members, feed, self._group(0)).compile()
 
-    def evaluate(self, params: Params, members: Member) -> dict[str, "_EvalSums"]:
-        """Sums over the examples of each evaluation split."""
-        return self._eval_batches.add_up(jax.device_get(self._evaluate_compiled(params, members)))
+    def evaluate(self, params: Params, members: Member, feeder: "_Feeder | None") -> dict[str, "_EvalSums"]:
+        """Sums over the examples of each evaluation split; the feeder is that of the pack, if its task is fed."""
+        sums = []
+        for number in range(self._num_groups):
+            group = self._group(number)
+            feed = None if feeder is None else feeder.for_evaluation(self._eval_batches.splits, group)
+            sums.append(jax.device_get(self._evaluate_compiled(params, members, feed, group)))
+        return self._eval_batches.add_up(jax.tree.map(lambda *groups: np.concatenate(groups), *sums))
+
+    @property
+    def _num_groups(self) -> int:
+        return math.ceil(len(self._eval_batches.split_of_batch) / (self.feed_steps or MAX_EXAMPLES))
+
+    def _group(self, number: int) -> "_EvalGroup":
+        """The evaluation batches that one call goes through: all, or as many as are fed at once."""
+        plan, size = self._eval_batches, self.feed_steps
+        if size is None:
+            return _EvalGroup(plan.split_of_batch, plan.examples, plan.weights)
+        # The last group is filled up with batches that do not count.
+        chosen = np.arange(number * size, (number + 1) * size)
+        rows = np.minimum(chosen, len(plan.split_of_batch) - 1)
+        exists = (chosen < len(plan.split_of_batch)).astype(np.float32)
+        return _EvalGroup(plan.split_of_batch[rows], plan.examples[rows], plan.weights[rows] * exists[:, None])
+
+    def _described_feed(self, num_members: int) -> Any:
+        """The shapes of what a program is fed with; nothing where it draws its examples itself."""
+        if self.feed_steps is None:
+            return None
+        shape = self._shape
+        one = self._task.fetch("train", shape.seeds, np.arange(shape.optim.batch_size), shape.data.num_train)
+        lead = (num_members, self.feed_steps)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype), one)
 
     def _init_member(self, member: Member) -> MemberState:
         params = model.init_params(self._shape, self._rng(member.init_seed, _INIT_STREAM))
-        names = jax.eval_shape(self._measure, params, member, jnp.uint32(0), None)[1].keys()
+        batch = self._draw(member, jnp.uint32(0)) if self.feed_steps is None else self._blank_batch()
+        names = jax.eval_shape(self._measure, params, batch, None)[1].keys()
         return MemberState(
             params=params,
             opt_state=optim.init(params, self._shape.optim),
@@ -219,15 +256,28 @@ class _Program:
         )
 
     def _advance(
-        self, state: MemberState, members: Member, first_step: Array, num_steps: Array, close_row: Array
+        self, state: MemberState, members: Member, feed: Any, first_step: Array, num_steps: Array, close_row: Array
     ) -> tuple[MemberState, _ChunkResult]:
-        """Trains all members for num_steps steps; close_row says that a training row is due at the end."""
+        """Trains all members for num_steps steps.
+
+        Args:
+          state: of all members.
+          members: of all members.
+          feed: None, or a batch with leading axes [members, feed_steps], the first num_steps of which are used.
+          first_step: index of the first update.
+          num_steps: number of updates.
+          close_row: whether a training row is due at the end.
+
+        Returns:
+          The state after the steps, and what they measured.
+        """
         num_members = members.num_train.shape[0]
 
         def body(i: Array, carry: Any) -> Any:
             state, loss_sum, diverged_step = carry
             step = first_step + i.astype(jnp.uint32)
-            state, loss = _map_members(functools.partial(self._step_member, step), state, members)
+            fed = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, axis=1, keepdims=False), feed)
+            state, loss = _map_members(functools.partial(self._step_member, step), state, members, fed)
             is_first = ~jnp.isfinite(loss) & (diverged_step == _NEVER)
             return state, loss_sum + loss, jnp.where(is_first, step + 1, diverged_step)
 
@@ -241,11 +291,14 @@ class _Program:
             result,
         )
 
-    def _step_member(self, step: Array, state: MemberState, member: Member) -> tuple[MemberState, Array]:
+    def _step_member(
+        self, step: Array, state: MemberState, member: Member, fed: Batch | None
+    ) -> tuple[MemberState, Array]:
         """One step of one member; also its loss."""
         dropout_rng = jax.random.fold_in(self._rng(member.init_seed, _DROPOUT_STREAM), step)
+        batch = self._draw(member, step) if fed is None else fed
         params, opt_state, means = gradient_step(
-            lambda params: self._measure(params, member, step, dropout_rng),
+            lambda params: self._measure(params, batch, dropout_rng),
             state.params,
             state.opt_state,
             step,
@@ -255,33 +308,47 @@ class _Program:
         sums = {name: state.metric_sums[name] + mean for name, mean in means.items()}
         return MemberState(params, opt_state, sums, state.num_summed + 1), means["loss"]
 
-    def _measure(
-        self, params: Params, member: Member, step: Array, dropout_rng: Array | None
-    ) -> tuple[Array, dict[str, Array]]:
-        """The loss and all means over the training batch of one step."""
+    def _draw(self, member: Member, step: Array) -> Batch:
+        """The training batch of one step."""
         batch_size = self._shape.optim.batch_size
         index = (step * jnp.uint32(batch_size) + jnp.arange(batch_size, dtype=jnp.uint32)) % member.num_train
-        batch = self._task.sample(member.tables, "train", self._rng(member.data_seed), index)
+        return self._task.sample(member.tables, "train", self._rng(member.data_seed), index)
+
+    def _blank_batch(self) -> Batch:
+        """A batch of zeros in the shape of those that are fed."""
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[2:], leaf.dtype), self._described_feed(1))
+
+    def _measure(self, params: Params, batch: Batch, dropout_rng: Array | None) -> tuple[Array, dict[str, Array]]:
+        """The loss and all means over one training batch."""
         logits = model.apply(self._shape, params, batch.inputs, dropout_rng=dropout_rng)
-        means = {name: jnp.mean(values) for name, values in self._task.metrics(logits, batch).items()}
+        values, weights = self._task.metrics(logits, batch), self._task.weights(batch)
+        means = {name: jnp.average(of_examples, weights=weights) for name, of_examples in values.items()}
         return means["loss"], means
 
-    def _evaluate(self, params: Params, members: Member) -> dict[str, Array]:
-        """Weighted sums of all metrics: [eval batches, members] each."""
-        plan = self._eval_batches
+    def _evaluate(self, params: Params, members: Member, feed: Any, group: "_EvalGroup") -> dict[str, Array]:
+        """Weighted sums of all metrics, and of the weights under `_WEIGHT`: [eval batches, members] each."""
+        splits = self._eval_batches.splits
 
-        def measure(split: Array, index: Array, weights: Array, params: Params, member: Member) -> dict[str, Array]:
-            rng = self._rng(member.data_seed)
-            # One model for all splits: only the drawing of examples branches, which keeps the program small.
-            draw = [functools.partial(self._task.sample, member.tables, name, rng) for name in plan.splits]
-            batch = jax.lax.switch(split, draw, index)
+        def measure(
+            split: Array, index: Array, counts: Array, params: Params, member: Member, fed: Batch | None
+        ) -> dict[str, Array]:
+            batch = fed
+            if batch is None:
+                rng = self._rng(member.data_seed)
+                # One model for all splits: only the drawing of examples branches, which keeps the program small.
+                draw = [functools.partial(self._task.sample, member.tables, name, rng) for name in splits]
+                batch = jax.lax.switch(split, draw, index)
             logits = model.apply(self._shape, params, batch.inputs)
-            return metrics.weighted_sums(self._task.metrics(logits, batch), weights)
+            own = self._task.weights(batch)
+            weights = counts if own is None else counts * own
+            return metrics.weighted_sums(self._task.metrics(logits, batch), weights) | {_WEIGHT: jnp.sum(weights)}
 
         def body(_: None, batch: Any) -> tuple[None, dict[str, Array]]:
-            return None, _map_members(functools.partial(measure, *batch), params, members)
+            (split, index, counts), fed = batch
+            return None, _map_members(functools.partial(measure, split, index, counts), params, members, fed)
 
-        return jax.lax.scan(body, None, (plan.split_of_batch, plan.examples, plan.weights))[1]
+        by_batch = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), feed)
+        return jax.lax.scan(body, None, (group, by_batch))[1]
 
     @staticmethod
     def _rng(seed: Array, *streams: int) -> Array:
@@ -330,28 +397,98 @@ class _EvalBatches(NamedTuple):
         """Adds up batches, in float64.
 
         Args:
-          batch_sums: [eval batches, members] for each metric.
+          batch_sums: [eval batches, members] for each metric, and for the weights; groups may have gone on beyond the
+            last batch.
 
         Returns:
           The sums of each split.
         """
-        return {
-            split: _EvalSums(
-                num_examples,
-                {
-                    name: np.sum(values[self.split_of_batch == number], axis=0, dtype=np.float64)
-                    for name, values in batch_sums.items()
-                },
-            )
-            for number, (split, num_examples) in enumerate(zip(self.splits, self.num_examples, strict=True))
-        }
+        split_of_batch = self.split_of_batch
+        result = {}
+        for number, split in enumerate(self.splits):
+            sums = {
+                name: np.sum(values[: len(split_of_batch)][split_of_batch == number], axis=0, dtype=np.float64)
+                for name, values in batch_sums.items()
+            }
+            result[split] = _EvalSums(sums.pop(_WEIGHT), sums)
+        return result
+
+
+_WEIGHT = "weight"  # among the sums of an evaluation, that of the weights; no metric has this name
 
 
 class _EvalSums(NamedTuple):
     """Sums over the examples of one evaluation split."""
 
-    num_examples: int
+    weight: Any  # float64 [members]: number of examples, unless the task weighs them
     metrics: dict[str, Any]  # float64 [members] each
+
+
+class _EvalGroup(NamedTuple):
+    """Evaluation batches of one call."""
+
+    split_of_batch: Any  # int32 [batches]
+    examples: Any  # uint32 [batches, batch]
+    weights: Any  # float32 [batches, batch]
+
+
+class _Feeder:
+    """Reads the examples of a pack's members on the host, those of the next steps ahead of time."""
+
+    def __init__(self, task: Task, configs: Sequence[TrainConfig], num_steps_fed: int):
+        self._task, self._configs, self._num_fed = task, configs, num_steps_fed
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="feed")
+        self._steps: dict[int, concurrent.futures.Future[Batch]] = {}
+
+    def for_steps(self, first_step: int, num_steps: int) -> Batch:
+        """Training batches of some steps, [members, steps fed at once, batch, …]; those beyond num_steps are blank."""
+        wanted = range(first_step, first_step + num_steps)
+        self._steps = {step: batch for step, batch in self._steps.items() if step >= first_step}
+        last = self._configs[0].data.num_steps
+        for step in range(first_step, min(first_step + 2 * self._num_fed, last)):
+            if step not in self._steps:
+                self._steps[step] = self._thread.submit(self._step, step)
+        return self._filled([self._steps[step].result() for step in wanted])
+
+    def for_evaluation(self, splits: Sequence[str], group: _EvalGroup) -> Batch:
+        """The batches of one group, [members, batches, batch, …]."""
+        return self._filled(
+            [
+                self._fetch(splits[split], index.astype(np.int64))
+                for split, index in zip(group.split_of_batch, group.examples, strict=True)
+            ]
+        )
+
+    def close(self) -> None:
+        """Drops what was read ahead."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _step(self, step: int) -> Batch:
+        batch_size = self._configs[0].optim.batch_size
+        return self._fetch("train", step * batch_size + np.arange(batch_size, dtype=np.int64))
+
+    def _fetch(self, split: str, index: np.ndarray) -> Batch:
+        """[members, batch, …]; members of equal seeds share one reading."""
+        read: dict[tuple[SeedsConfig, int], Batch] = {}
+        for config in self._configs:
+            key = (config.seeds, config.data.num_train)
+            if key not in read:
+                read[key] = self._task.fetch(split, config.seeds, index, config.data.num_train)
+        return _stack([read[config.seeds, config.data.num_train] for config in self._configs])
+
+    def _filled(self, batches: Sequence[Batch]) -> Batch:
+        def fill(*leaves: np.ndarray) -> np.ndarray:
+            filled = np.zeros((leaves[0].shape[0], self._num_fed, *leaves[0].shape[1:]), leaves[0].dtype)
+            filled[:, : len(leaves)] = np.stack(leaves, axis=1)
+            return filled
+
+        return jax.tree.map(fill, *batches)
+
+
+def _feed_steps(config: TrainConfig) -> int:
+    """Steps whose examples, token ids and targets of 32 bits, fit into FEED_BYTES."""
+    batch_bytes = config.optim.batch_size * config.task.seq_len * 8
+    return max(1, min(MAX_FEED_STEPS, FEED_BYTES // batch_bytes))
 
 
 def _make_member(config: TrainConfig) -> Member:
@@ -439,6 +576,10 @@ class _Run:
         self._program = _program(program_shape(configs[0]), len(configs))
         self._compile_s = time.perf_counter() - started if num_compilations() > misses else 0.0
 
+        task = make_task(configs[0].task)
+        self._derived = task.derived
+        steps_fed = self._program.feed_steps
+        self._feeder = None if steps_fed is None else _Feeder(task, configs, steps_fed)
         self._members: Member = jax.tree.map(jnp.array, _stack([_make_member(config) for config in configs]))
         initial = jax.device_get(self._program.init(self._members))
         self._states = [_unstack(initial, i) for i in range(len(configs))]  # stale while a member is being trained
@@ -453,6 +594,13 @@ class _Run:
 
     def run(self) -> list[MemberProgress]:
         """Trains until no member is left running."""
+        try:
+            return self._run()
+        finally:
+            if self._feeder is not None:
+                self._feeder.close()
+
+    def _run(self) -> list[MemberProgress]:
         if not self._running():
             self._report([], {})
         while running := self._running():
@@ -475,11 +623,16 @@ class _Run:
                 return
             row_step = self._row_steps[bisect.bisect_right(self._row_steps, step)]
             num_steps = min(row_step - step, until - step, self._pace.num_steps)
+            feed = None
+            if self._feeder is not None:
+                num_steps = min(num_steps, self._program.feed_steps or num_steps)
+                feed = self._feeder.for_steps(step, num_steps)
             step += num_steps
             started = time.perf_counter()
             state, result = self._program.advance(
                 state,
                 self._members,
+                feed,
                 np.uint32(step - num_steps),
                 np.uint32(num_steps),
                 np.bool_(step in self._log_steps),
@@ -505,17 +658,17 @@ class _Run:
         if step in self._log_steps:
             for i in running:
                 sums = {name: values[i] for name, values in result.metric_sums.items()}
-                rows += metrics.mean_rows(self._trial_ids[i], step, "train", sums, result.num_summed[i])
+                rows += metrics.mean_rows(self._trial_ids[i], step, "train", sums, result.num_summed[i], self._derived)
         if step in self._eval_steps and running:
-            evaluated = self._program.evaluate(params, self._members)
+            evaluated = self._program.evaluate(params, self._members, self._feeder)
             for i in running:
                 # A last update can ruin parameters after the last training loss was measured.
                 if not all(np.isfinite(split.metrics["loss"][i]) for split in evaluated.values()):
                     self._status[i] = DIVERGED
                     continue
-                for split, (num_examples, sums) in evaluated.items():
+                for split, (weight, sums) in evaluated.items():
                     own = {name: values[i] for name, values in sums.items()}
-                    rows += metrics.mean_rows(self._trial_ids[i], step, split, own, num_examples)
+                    rows += metrics.mean_rows(self._trial_ids[i], step, split, own, weight[i], self._derived)
         for i in running:
             if self._status[i] == RUNNING and step == self._num_steps:
                 self._status[i] = FINISHED

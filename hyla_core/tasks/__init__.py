@@ -1,6 +1,7 @@
 """The table of tasks: a config's `name` to what draws and scores its examples."""
 
 from collections.abc import Callable
+from typing import Any
 
 from hyla_core.config import TaskConfig
 from hyla_core.tasks.base import Batch, Task
@@ -8,7 +9,7 @@ from hyla_core.tasks.sraven import Sraven
 
 __all__ = ["TASKS", "Batch", "Task", "make_task"]
 
-TASKS: dict[str, Callable[[TaskConfig], Task]] = {"sraven": Sraven}
+TASKS: dict[str, Callable[[Any], Task]] = {"sraven": Sraven}
 
 
 def make_task(config: TaskConfig) -> Task:

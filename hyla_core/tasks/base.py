@@ -1,11 +1,14 @@
-"""What a task is: tables made once on the host, and pure functions that draw examples and score answers."""
+"""What a task is: where examples come from, and how answers are scored."""
 
+import abc
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
+
+from hyla_core.config import SeedsConfig
 
 STREAMS = {"train": 0, "valid": 1, "test": 2, "ood": 3}
 """The constant that each split folds into the data key. A new split takes a new number; numbers never change."""
@@ -15,33 +18,63 @@ class Batch(NamedTuple):
     """Examples as the model sees them.
 
     Attributes:
-      inputs: [batch, seq, input_dim] float32, or token ids [batch, seq].
-      targets: what to predict; SRAVEN: [batch, num_features] int32.
+      inputs: [batch, seq, input_dim] float32, or token ids [batch, seq] int32.
+      targets: what to predict. SRAVEN: [batch, num_features] int32; fuzzy logic: [batch, 1] float32; language: [batch,
+        seq] int32.
     """
 
-    inputs: Array
-    targets: Array
+    inputs: Any
+    targets: Any
 
 
-class Task(Protocol):
-    """One task at one size, immutable and hashable, so that it can be a static argument of `jax.jit`."""
+class Task(abc.ABC):
+    """One task at one size, immutable and hashable, so that it can be a static argument of `jax.jit`.
+
+    Examples of most tasks are drawn on the device, by `sample`. Those of a corpus are read on the host, by `fetch`, and
+    handed to the device some steps at a time: such a task has `is_fed` true and no `sample`.
+    """
+
+    is_fed: bool = False
 
     @property
+    @abc.abstractmethod
     def eval_splits(self) -> tuple[str, ...]:
         """Which of `valid`, `test` and `ood` this task can draw from."""
-        ...
 
     def tables(self, split_seed: int) -> dict[str, np.ndarray]:
         """What the split holds out, as arrays whose shapes do not depend on the seed. Runs on the host."""
-        ...
+        return {}
 
     def sample(self, tables: Mapping[str, np.ndarray | Array], split: str, rng: Array, index: Array) -> Batch:
         """Examples `index` (uint32 [batch]) of a split, each a function of (rng, split, its index) alone. Traceable."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no examples of its own making")
 
+    def fetch(self, split: str, seeds: SeedsConfig, index: np.ndarray, num_train: int) -> Batch:
+        """Examples of a split, read on the host.
+
+        Args:
+          split: `train` or one of `eval_splits`.
+          seeds: `split` says what is held out, `data` the order.
+          index: int64 [batch]. Of `train`, numbers of the examples in the order of training, which goes on counting in
+            the second pass over the num_train examples; else, numbers within the split.
+          num_train: examples of the training set, which are contained in those of any larger one.
+
+        Returns:
+          numpy arrays.
+        """
+        raise NotImplementedError(f"{type(self).__name__} draws its examples on the device")
+
+    @abc.abstractmethod
     def metrics(self, logits: Array, batch: Batch) -> dict[str, Array]:
         """Scores per example, each float32 [batch]; `loss` is among them."""
-        ...
+
+    def weights(self, batch: Batch) -> Array | None:
+        """How much each example counts in a mean, float32 [batch]; None where all count alike."""
+        return None
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Metrics that follow from the means of others, by name, such as a perplexity."""
+        return {}
 
 
 def example_rngs(rng: Array, split: str, index: Array) -> Array:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from hyla_core.config import SravenConfig
-from hyla_core.tasks.base import Batch, example_rngs
+from hyla_core.tasks.base import Batch, Task, example_rngs
 
 RULES = (
     "constant",
@@ -51,7 +51,7 @@ class Instances(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sraven:
+class Sraven(Task):
     """Draws and scores instances of one size."""
 
     config: SravenConfig
@@ -59,7 +59,7 @@ class Sraven:
     @property
     def eval_splits(self) -> tuple[str, ...]:
         """Fresh instances of seen combinations and, where some are held out, of those."""
-        return ("valid", "ood") if self.config.num_held_out else ("valid",)
+        return self.config.eval_splits
 
     def tables(self, split_seed: int) -> dict[str, np.ndarray]:
         """Divides the rule combinations into those that are seen in training and those held out.
