@@ -33,6 +33,7 @@ from hyla_core.config import (
 from hyla_core.metrics import MetricsRow
 from hyla_core.optim import Hyperparams, Params
 from hyla_core.tasks import make_task
+from hyla_core.tasks.base import seed_rng
 
 CHUNK_S = 2.0
 """Time that a chunk of steps aims at: long enough for its overhead not to count, short enough to report and to stop."""
@@ -304,9 +305,7 @@ class _Program:
 
     @staticmethod
     def _rng(seed: Array, *streams: int) -> Array:
-        # The generator is named, so that JAX's global default does not decide what is learned.
-        rng = jax.random.key(seed, impl="threefry2x32")
-        return functools.reduce(jax.random.fold_in, streams, rng)
+        return functools.reduce(jax.random.fold_in, streams, seed_rng(seed))
 
 
 @functools.lru_cache(maxsize=PROGRAMS_KEPT)
