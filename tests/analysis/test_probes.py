@@ -18,12 +18,16 @@ def clusters(num_each: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return centres[np.searchsorted([2, 5, 7], labels)] + 0.01 * rng.normal(size=(3 * num_each, 2, 5)), labels
 
 
-def test_what_is_there_is_found_whatever_the_scale():
+def test_what_is_there_is_found_however_small():
+    rng = np.random.default_rng(0)
+
+    def hidden_in_noise(inputs):
+        return np.concatenate([1e-6 * inputs, 1e3 * rng.normal(size=(len(inputs), 2, 1))], axis=-1)
+
     inputs, labels = clusters(20, seed=0)
-    scale = np.logspace(-6, 6, 5)  # of each of the last axis's entries
-    probe = fit_probe(inputs * scale, labels)
+    probe = fit_probe(hidden_in_noise(inputs), labels)
     other, answers = clusters(30, seed=1)
-    found = probe_accuracy(probe, other * scale, answers)
+    found = probe_accuracy(probe, hidden_in_noise(other), answers)
     assert found == (1.0, pytest.approx(1 / 3), 90)
 
 
