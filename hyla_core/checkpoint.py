@@ -52,11 +52,28 @@ def decode(data: bytes, like: Any) -> tuple[Any, int]:
       DamagedCheckpoint: the bytes are truncated or damaged, or the state differs in structure from `like`.
     """
     step = read_step(data)
-    found = serialization.msgpack_restore(data[_HEADER_BYTES:])
-    difference = _first_difference(found, serialization.to_state_dict(like))
-    if difference:
-        raise DamagedCheckpoint(f"checkpoint of step {step} does not fit this training: {difference}")
-    return serialization.from_state_dict(like, found), step
+    return _fitted(serialization.msgpack_restore(data[_HEADER_BYTES:]), like, step), step
+
+
+def decode_field(data: bytes, field: str, like: Any) -> tuple[Any, int]:
+    """Restores one field of a state that is a named tuple or a dict, whatever its other fields are.
+
+    Args:
+      data: a checkpoint.
+      field: its name.
+      like: as for `decode`, of this field alone.
+
+    Returns:
+      The field's value, its leaves numpy arrays, and the step.
+
+    Raises:
+      DamagedCheckpoint: the bytes are truncated or damaged, or the field is absent or differs in structure from `like`.
+    """
+    step = read_step(data)
+    state = serialization.msgpack_restore(data[_HEADER_BYTES:])
+    if not isinstance(state, dict) or field not in state:
+        raise DamagedCheckpoint(f"checkpoint of step {step} has no field {field!r}")
+    return _fitted(state[field], like, step), step
 
 
 def read_step(data: bytes) -> int:
@@ -85,6 +102,14 @@ def _digest(prefix: bytes, payload: bytes | memoryview) -> bytes:
     digest = hashlib.sha256(prefix)
     digest.update(payload)
     return digest.digest()
+
+
+def _fitted(found: Any, like: Any, step: int) -> Any:
+    """A state dict in the form of `like`, once both are found to have the same structure."""
+    difference = _first_difference(found, serialization.to_state_dict(like))
+    if difference:
+        raise DamagedCheckpoint(f"checkpoint of step {step} does not fit this training: {difference}")
+    return serialization.from_state_dict(like, found)
 
 
 def _first_difference(found: Any, expected: Any) -> str | None:

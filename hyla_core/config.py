@@ -7,6 +7,7 @@ others are properties. Imports neither jax nor flax.
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -355,6 +356,27 @@ class TrainConfig(Config):
             for section, fields in self.model_dump(mode="json").items()
             for name, value in fields.items()
         }
+
+    @classmethod
+    def from_flat(cls, flat: Mapping[str, Any]) -> Self:
+        """The opposite of `flat`, also for a row of the store's trials table.
+
+        Args:
+          flat: fields under their dotted names. Names of other sections are passed over, and so are fields without a
+            value (None or NaN, as in a column that belongs to another task): they take their default.
+
+        Returns:
+          The config, with the `trial_id` of the one that `flat` came from.
+
+        Raises:
+          ValueError: a value is missing or not allowed.
+        """
+        sections: dict[str, dict[str, Any]] = {}
+        for dotted, value in flat.items():
+            section, _, name = dotted.partition(".")
+            if section in cls.model_fields and name and value is not None and value == value:
+                sections.setdefault(section, {})[name] = value
+        return cls.model_validate(sections)
 
 
 MEMBER_FIELDS = ("optim.peak_lr", "optim.weight_decay", "optim.warmup_steps", "seeds.split", "seeds.data", "seeds.init")

@@ -176,6 +176,40 @@ def apply(
     return cast(Array, logits)
 
 
+def attention_weights(
+    config: TrainConfig, params: Params, inputs: Array, *, mask: Array | None = None, normalized: bool = True
+) -> list[Array]:
+    """What every attention layer makes of each pair of query and key, without dropout.
+
+    Args:
+      config: the training.
+      params: as from `init_params`.
+      inputs: [batch, seq, input_dim].
+      mask: broadcasts to [batch, heads, query, key]; true where the query may see the key.
+      normalized: the weights that configure the value network; else the scores before mask and normalisation, position
+        bias included.
+
+    Returns:
+      [batch, heads, query, key], float32, for each of the num_layers times that attention is applied, in order; nothing
+      in a model without attention.
+    """
+    c = config.model
+    if c.block == "mlp_only":
+        return []
+    with jax.default_matmul_precision(config.numerics.matmul_precision):
+        _, state = _transformer(config).apply(
+            {"params": params}, inputs, mask=mask, deterministic=True, mutable="intermediates"
+        )
+    name = "attn_weights" if normalized else "attn_scores"
+
+    def sown(block: str) -> tuple[Array, ...]:
+        return cast(tuple[Array, ...], state["intermediates"][block]["sequence_mixer"][name])
+
+    if c.share_layers:
+        return list(sown("transformer_block"))
+    return [sown(f"transformer_block_{layer}")[0] for layer in range(c.num_layers)]
+
+
 def _transformer(config: TrainConfig) -> Transformer:
     task = config.task
     return Transformer(config.model, task.output_dim, task.vocab_size, config.numerics.dtype)

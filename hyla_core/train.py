@@ -34,6 +34,7 @@ from hyla_core.config import (
 from hyla_core.metrics import MetricsRow
 from hyla_core.optim import Hyperparams, Params
 from hyla_core.tasks import Batch, Task, make_task
+from hyla_core.tasks.base import seed_rng
 
 CHUNK_S = 2.0
 """Time that a chunk of steps aims at: long enough for its overhead not to count, short enough to report and to stop."""
@@ -118,6 +119,7 @@ def train(
     cadence: Cadence,
     resume_from: Mapping[str, bytes] = {},
     should_stop: Callable[[], bool] = lambda: False,
+    final_checkpoints: bool = False,
 ) -> list[MemberProgress]:
     """Trains a pack to its end, or until it is asked to stop.
 
@@ -129,6 +131,7 @@ def train(
       resume_from: checkpoints by trial_id; members without one start afresh. Members that are ahead of others wait.
       should_stop: asked between chunks. Once true, a last report has checkpoints of all unfinished members. An
         evaluation is never left half done.
+      final_checkpoints: members that finish in this call hand out their trained state, in the report that says so.
 
     Returns:
       Where each member ended, in the order of configs.
@@ -137,7 +140,24 @@ def train(
       ValueError: the configs are no pack, or a checkpoint belongs to none of them.
       DamagedCheckpoint: a checkpoint cannot be restored; the message names its trial.
     """
-    return _Run(configs, report, cadence, resume_from, should_stop).run()
+    return _Run(configs, report, cadence, resume_from, should_stop, final_checkpoints).run()
+
+
+def restore_params(config: TrainConfig, data: bytes) -> tuple[Params, int]:
+    """The parameters that a checkpoint of a training holds; compiles nothing.
+
+    Args:
+      config: the training; only what shapes its parameters matters.
+      data: a checkpoint, from a `Report` or from the store's folder `checkpoints/<trial_id>/`.
+
+    Returns:
+      The tree of parameters, float32 numpy arrays, and the step that they were saved at.
+
+    Raises:
+      DamagedCheckpoint: the bytes are truncated or damaged, or the parameters are those of another shape.
+    """
+    like = jax.eval_shape(functools.partial(model.init_params, config), jax.random.key(0))
+    return checkpoint.decode_field(data, "params", like)
 
 
 def num_compilations() -> int:
@@ -352,9 +372,7 @@ class _Program:
 
     @staticmethod
     def _rng(seed: Array, *streams: int) -> Array:
-        # The generator is named, so that JAX's global default does not decide what is learned.
-        rng = jax.random.key(seed, impl="threefry2x32")
-        return functools.reduce(jax.random.fold_in, streams, rng)
+        return functools.reduce(jax.random.fold_in, streams, seed_rng(seed))
 
 
 @functools.lru_cache(maxsize=PROGRAMS_KEPT)
@@ -562,9 +580,11 @@ class _Run:
         cadence: Cadence,
         resume_from: Mapping[str, bytes],
         should_stop: Callable[[], bool],
+        final_checkpoints: bool,
     ):
         _check_pack(configs, resume_from)
         self._report_to, self._should_stop, self._cadence = report, should_stop, cadence
+        self._final_checkpoints = final_checkpoints
         self._trial_ids = [config.trial_id for config in configs]
         self._num_steps = configs[0].data.num_steps
         self._log_steps = frozenset(cadence.log_steps(self._num_steps))
@@ -675,12 +695,13 @@ class _Run:
         return rows
 
     def _due_checkpoints(self, level: Sequence[int], state: MemberState) -> dict[str, bytes]:
-        if time.perf_counter() - self._checkpointed_at < self._cadence.checkpoint_every_s:
-            return {}
-        self._keep(level, state)
-        saved = {self._trial_ids[i]: self._checkpoint(i) for i in level if self._status[i] == RUNNING}
-        self._checkpointed_at = time.perf_counter()
-        return saved
+        wanted = [i for i in level if self._final_checkpoints and self._status[i] == FINISHED]
+        if time.perf_counter() - self._checkpointed_at >= self._cadence.checkpoint_every_s:
+            wanted += [i for i in level if self._status[i] == RUNNING]
+            self._checkpointed_at = time.perf_counter()
+        if wanted:
+            self._keep(level, state)
+        return {self._trial_ids[i]: self._checkpoint(i) for i in wanted}
 
     def _stop(self, level: Sequence[int], state: MemberState) -> None:
         self._keep(level, state)

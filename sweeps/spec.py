@@ -32,7 +32,7 @@ class RunConfig(Cadence):
 
     resources: Resources = Resources()
     max_pack_size: PositiveInt | None = None  # None: chosen by the device
-    keep_checkpoints: bool = False  # keep the last checkpoints of finished trials too
+    keep_checkpoints: bool = False  # keep what finished trials have learnt, their last two checkpoints
 
 
 class _ModelShorthand(Config):

@@ -61,15 +61,19 @@ class FakeTrain:
         cadence: Cadence,
         resume_from: Mapping[str, bytes] = {},
         should_stop: Callable[[], bool] = lambda: False,
+        final_checkpoints: bool = False,
     ) -> list[MemberProgress]:
         steps = {config.trial_id: 0 for config in configs}
         steps |= {trial_id: read_step(data) for trial_id, data in resume_from.items()}
         self.calls.append(dict(steps))
-        status = dict.fromkeys(steps, "running")
+        status = {id_: "finished" if step == NUM_STEPS else "running" for id_, step in steps.items()}
 
         def progress() -> list[MemberProgress]:
             return [MemberProgress(id_, steps[id_], NUM_STEPS, 0.5, status[id_]) for id_ in steps]
 
+        if "running" not in status.values():
+            report(Report([], progress(), {}, 0.0, 0.0))
+            return progress()
         for step in range(ROW_EVERY, NUM_STEPS + 1, ROW_EVERY):
             running = [config for config in configs if status[config.trial_id] == "running"]
             if should_stop():
@@ -90,7 +94,8 @@ class FakeTrain:
                 rows.append(MetricsRow(config.trial_id, step, "train", "loss", config.optim.peak_lr * step))
                 if step == NUM_STEPS:
                     status[config.trial_id] = "finished"
-            saved = {c.trial_id: checkpoint(step) for c in running if status[c.trial_id] == "running"}
+            handed_out = ("running", "finished") if final_checkpoints else ("running",)
+            saved = {c.trial_id: checkpoint(step) for c in running if status[c.trial_id] in handed_out}
             report(Report(rows, progress(), saved, 0.25, 100.0))
         return progress()
 

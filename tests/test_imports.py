@@ -13,6 +13,7 @@ FORBIDDEN = {
     "hyla_core.config": {"jax", "flax", "ray", "yaml", "pandas", "sweeps"},
     "hyla_core.counts": {"jax", "flax", "ray", "yaml", "pandas", "sweeps"},
     "hyla_core.train": {"ray", "sweeps", "pandas", "analysis"},  # flax itself loads yaml
+    "hyla_core.latents": {"ray", "sweeps", "pandas", "sklearn", "analysis"},
     "hyla_core.tasks": {"ray", "sweeps", "pandas", "analysis"},
     "sweeps.spec": {"jax", "flax", "ray", "analysis"},
     "sweeps.expand": {"jax", "flax", "ray", "analysis"},
@@ -22,6 +23,7 @@ FORBIDDEN = {
     "sweeps.run": {"jax", "flax", "ray", "analysis"},
     "sweeps.__main__": {"jax", "flax", "ray", "pandas", "analysis"},
     "sweeps.store": {"jax", "flax", "ray", "yaml", "pydantic", "hyla_core", "analysis"},
+    "analysis.probes": {"jax", "flax", "ray", "pydantic", "hyla_core", "sklearn", "sweeps"},
     "analysis.scaling": {"jax", "flax", "ray", "yaml", "pydantic", "hyla_core"},
 }
 

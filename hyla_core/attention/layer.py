@@ -61,6 +61,7 @@ class Attention(nn.Module):
         scores = scores / math.sqrt(self.qk_dim // self.num_heads)
         if bias is not None:
             scores = scores + bias
+        self.sow("intermediates", "attn_scores", scores)
         weights = getattr(normalize, self.variant.normalize)(scores, mask)
         self.sow("intermediates", "attn_weights", weights)
         weights = nn.Dropout(self.dropout, broadcast_dims=(0, 1))(weights, deterministic=deterministic)

@@ -76,6 +76,24 @@ class Task(abc.ABC):
         """Metrics that follow from the means of others, by name, such as a perplexity."""
         return {}
 
+    def labels(
+        self, tables: Mapping[str, np.ndarray | Array], split: str, rng: Array, index: Array
+    ) -> dict[str, Array]:
+        """What produced the examples that `sample` draws for the same arguments: [batch, …] each. Traceable.
+
+        For probes. A task that inherits this has none.
+        """
+        return {}
+
+    def position_labels(self) -> dict[str, np.ndarray]:
+        """What stands where in every example: [seq] each. A task that inherits this has none."""
+        return {}
+
+
+def seed_rng(seed: int | Array) -> Array:
+    """The key of a seed. The generator is named, so that JAX's global default does not decide what is drawn."""
+    return jax.random.key(seed, impl="threefry2x32")
+
 
 def example_rngs(rng: Array, split: str, index: Array) -> Array:
     """One key per example, so that an example is the same whatever batch it is drawn in.

@@ -135,6 +135,34 @@ class Sraven(Task):
             "accuracy_per_feature": jnp.mean(right, axis=-1),
         }
 
+    def labels(
+        self, tables: Mapping[str, np.ndarray | Array], split: str, rng: Array, index: Array
+    ) -> dict[str, Array]:
+        """What produced the instances that `sample` shows for the same arguments.
+
+        Args:
+          tables: what `tables` returned; may be traced.
+          split: as for `sample_instances`.
+          rng: the key of `seeds.data`.
+          index: uint32 [batch].
+
+        Returns:
+          int32 each. `rules` [batch, feature], ascending, and `perms` [batch, column, feature], as in `Instances`;
+          `token_rules` [batch, seq]: the rule that the value of each token follows, after the shuffle, so that those
+          of the last num_features tokens are the rules behind the answers; `targets` [batch, feature], the answers.
+        """
+        c = self.config
+        cells, rules, perms = self.sample_instances(tables, split, rng, index)
+        shown = jnp.take_along_axis(rules[:, None, :], perms, axis=-1)  # [batch, column, feature]
+        token_rules = jnp.broadcast_to(shown[:, None], cells.shape).reshape(len(cells), c.seq_len)
+        return {"rules": rules, "perms": perms, "token_rules": token_rules, "targets": cells[:, -1, -1]}
+
+    def position_labels(self) -> dict[str, np.ndarray]:
+        """Where each token stands: `row`, `column` and, as shown, `feature`, int32 [seq] each, counted from 0."""
+        size = self.config.grid_size
+        where = np.indices((size, size, self.config.num_features), dtype=np.int32).reshape(3, -1)
+        return dict(zip(("row", "column", "feature"), where, strict=True))
+
     def _table(self, split: str) -> str:
         if split in ("train", *self.eval_splits):
             return "held_out" if split == "ood" else "seen"

@@ -182,6 +182,7 @@ class _PackRun:
             cadence=self._job.cadence,
             resume_from=resume_from,
             should_stop=self._stopping,
+            final_checkpoints=self._job.keep_checkpoints,
         )
 
     def _start_afresh(self) -> None:
@@ -206,6 +207,9 @@ class _PackRun:
             if state is not None and state.status in FINAL and not again:
                 self._statuses[trial.trial_id] = state.status
                 continue
+            if again and state is not None and state.status in FINAL:
+                # What was kept of the finished training would leave nothing to train.
+                self._store.clear_checkpoints(trial.trial_id)
             # The checkpoint comes before the claim: an attempt that died in between, and said that it starts from
             # step 0, would take the rows of those before it out of the count.
             step, data = _newest_whole(self._store.load_checkpoints(trial.trial_id))
@@ -244,10 +248,17 @@ class _PackRun:
 
     def _save(self, member: "MemberProgress", data: bytes) -> None:
         """Saves a checkpoint, unless the rows before it cannot be written: a resumed run would not repeat them."""
-        # A disk that is full now may not be so later; until then the training goes on without checkpoints.
+        # A disk that is full now may not be so later; until then the training goes on without checkpoints. That of a
+        # finished member was asked to stay: without it, the trial does not count as finished.
+        must = member.status == "finished"
         if self._writers[member.trial_id].flush():
-            with contextlib.suppress(StoreError):
+            try:
                 self._store.save_checkpoint(member.trial_id, member.step, data)
+            except StoreError:
+                if must:
+                    raise
+        elif must:
+            raise StoreError(f"the rows of trial {member.trial_id} that belong to its last checkpoint can't be written")
 
     def _end(self, trial_id: str, status: str, step: int, error: str | None = None) -> None:
         """Seals one attempt with all that is known of it."""

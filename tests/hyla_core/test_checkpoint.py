@@ -94,5 +94,19 @@ def test_another_structure_is_named_by_its_first_differing_leaf(like, message):
         checkpoint.decode(checkpoint.encode(make_state(), 3), like)
 
 
+def test_one_field_is_restored_whatever_the_others_are():
+    data = checkpoint.encode(make_state(), 12)
+    params, step = checkpoint.decode_field(data, "params", like=make_state(seed=1).params)
+    assert step == 12
+    assert params["block"]["empty"] == ()
+    np.testing.assert_array_equal(params["block"]["kernel"], make_state().params["block"]["kernel"])
+    with pytest.raises(DamagedCheckpoint, match="step 12 has no field 'weights'"):
+        checkpoint.decode_field(data, "weights", like=())
+    with pytest.raises(DamagedCheckpoint, match=r"does not fit this training: scale is bfloat16\[7\].*, absent here"):
+        checkpoint.decode_field(data, "params", like={"block": make_state().params["block"]})
+    with pytest.raises(DamagedCheckpoint, match="truncated"):
+        checkpoint.decode_field(data[:-1], "params", like=make_state().params)
+
+
 def test_read_step_needs_no_state():
     assert checkpoint.read_step(checkpoint.encode(make_state(), 12)) == 12

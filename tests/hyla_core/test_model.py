@@ -171,7 +171,7 @@ def test_bfloat16_is_for_activations_alone(feedforward):
     options: dict[str, Any] = {"dropout": 0.1, "attention_dropout": 0.1, "normalize_qk": True, "norm": "rms"}
     config = small_config(feedforward=feedforward, absolute_position=True, **options).model
     outputs = outputs_of_modules(Transformer(config, OUTPUT_DIM, dtype="bfloat16"), lambda _: True, deterministic=True)
-    attention = ("attn_weights", "attn_bias", "relative_embedding", "sequence_mixer/Dropout_0")
+    attention = ("attn_scores", "attn_weights", "attn_bias", "relative_embedding", "sequence_mixer/Dropout_0")
     final = ("__call__", "decoder_norm", "logitdense")
     for name, output in outputs.items():
         exact = name.startswith(final) or any(part in name for part in attention)

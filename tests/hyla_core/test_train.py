@@ -239,6 +239,26 @@ def test_a_checkpoint_comes_with_the_rows_up_to_its_step(chunk_of_steps):
             assert all(row.step == report.progress[0].step for row in report.rows)
 
 
+def test_members_that_finish_hand_out_what_they_have_learnt_where_asked():
+    config, bad = PACK[0], make_config(peak_lr=1e38, weight_decay=0.3, warmup_steps=0)
+    recorder = run([config, bad, PACK[2]], final_checkpoints=True)
+    *before, last = recorder.reports
+    assert not any(report.checkpoints for report in before)
+    assert last.checkpoints.keys() == {config.trial_id, PACK[2].trial_id}
+
+    params, step = train.restore_params(config, last.checkpoints[config.trial_id])
+    assert step == NUM_STEPS
+    task = make_task(config.task)
+    batch = task.sample(
+        task.tables(config.seeds.split), "valid", jax.random.key(config.seeds.data), np.arange(21, dtype=np.uint32)
+    )
+    loss = quick_jit(lambda params: jnp.mean(task.metrics(model.apply(config, params, batch.inputs), batch)["loss"]))
+    (row,) = [row for row in recorder.rows_of(config) if (row.step, row.split, row.metric) == (40, "valid", "loss")]
+    np.testing.assert_allclose(loss(params), row.value, rtol=1e-4)
+    with pytest.raises(DamagedCheckpoint, match=r"does not fit this training: decoder_norm/bias is float32\[16\]"):
+        train.restore_params(changed(config, model={"emb_dim": 32}), last.checkpoints[config.trial_id])
+
+
 def test_a_stopped_run_hands_out_all_states_and_goes_on_later():
     unbroken = run(PACK)
     stopped = run(PACK, stop_after=3)

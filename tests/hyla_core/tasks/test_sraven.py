@@ -223,6 +223,27 @@ def test_sample_encodes_the_instances_it_draws():
     np.testing.assert_array_equal(np.argmax(batch.inputs[:, :-3], axis=-1), cells.reshape(6, 27)[:, :-3])
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_labels_say_which_rule_each_token_follows(shape):
+    sraven = task(*shape)
+    features, num_values, size, _ = shape
+    arguments = (sraven.tables(0), "train", jax.random.key(0), np.arange(BATCH, dtype=np.uint32))
+    labels = jax.device_get(jax.jit(sraven.labels, static_argnums=1)(*arguments))
+    cells, rules, perms = instances(sraven)
+    np.testing.assert_array_equal(labels["rules"], rules)
+    np.testing.assert_array_equal(labels["perms"], perms)
+    np.testing.assert_array_equal(labels["targets"], cells[:, -1, -1])
+    position = sraven.position_labels()
+    for token in range(sraven.config.seq_len):
+        row, column, shown = (position[name][token] for name in ("row", "column", "feature"))
+        assert token == (row * size + column) * features + shown
+        for n in range(0, BATCH, 20):
+            feature = perms[n, column, shown]
+            plain = unshuffled(cells[n], perms[n])[:, :, feature]
+            assert plain[row, column] == cells[n, row, column, shown]
+            assert follows(labels["token_rules"][n, token], plain.tolist(), num_values)
+
+
 def test_metrics_by_hand():
     sraven = task(2, 3)
     answers = np.log([[[2, 1, 1], [1, 2, 1]], [[1, 1, 2], [1, 4, 3]], [[2, 1, 1], [1, 1, 2]]]) + 5  # shifts cancel

@@ -207,8 +207,46 @@ def test_a_retried_trial_is_trained_again_once(train, pack, job, store):
 
 
 def test_checkpoints_stay_where_the_sweep_says_so(train, pack, job, store):
-    run_pack(pack, job._replace(keep_checkpoints=True))
-    assert [step for step, _ in store.load_checkpoints(ids(pack)[0])] == [15, 10]
+    run_pack(pack, job)
+    assert list(store.load_checkpoints(ids(pack)[0])) == []
+    for run_id in ("run-2", "run-3"):
+        # A retry starts afresh, whatever was kept.
+        run_pack(pack, job._replace(keep_checkpoints=True, run_id=run_id, retry=frozenset(ids(pack))))
+        assert train.calls[-1] == dict.fromkeys(ids(pack), 0)
+        # The last one is that of the trained state.
+        assert [step for step, _ in store.load_checkpoints(ids(pack)[0])] == [20, 15]
+
+
+def test_a_trial_whose_trained_state_was_to_stay_and_cannot_is_not_finished(train, pack, job, store, monkeypatch):
+    save = Store.save_checkpoint
+
+    def refuse_the_last(self, trial_id, step, data):
+        if step == 20:
+            raise StoreError("no room")
+        save(self, trial_id, step, data)
+
+    monkeypatch.setattr(Store, "save_checkpoint", refuse_the_last)
+    keeping = job._replace(keep_checkpoints=True)
+    outcome = run_pack(pack, keeping)
+    assert "no room" in outcome.error
+    assert set(outcome.statuses.values()) == {"interrupted"}
+    monkeypatch.setattr(Store, "save_checkpoint", save)
+    assert set(run_pack(pack, keeping).statuses.values()) == {"finished"}
+    assert train.calls[-1] == dict.fromkeys(ids(pack), 15)
+
+
+def test_a_trained_state_that_was_saved_before_a_crash_is_enough_to_finish(train, pack, job, store, monkeypatch):
+    seal = AttemptWriter.seal
+
+    def crash(self, status, error=None, **facts):
+        raise StoreError("gone")
+
+    keeping = job._replace(keep_checkpoints=True)
+    monkeypatch.setattr(AttemptWriter, "seal", crash)
+    assert run_pack(pack, keeping).error is not None
+    monkeypatch.setattr(AttemptWriter, "seal", seal)
+    assert set(run_pack(pack, keeping).statuses.values()) == {"finished"}
+    assert store.metrics(trial_ids=[ids(pack)[0]])["step"].tolist() == [5, 10, 15, 20]
 
 
 def test_counts_beyond_what_a_float_holds_exactly_fit_their_columns(train, pack, job, store, monkeypatch):

@@ -1,0 +1,195 @@
+"""Writes one API page for each public module, and completes what autodoc finds there.
+
+Pages follow from the package tree, so that no module can be without one. Fields of configs and named tuples are
+documented by the comments behind them; here these become an "Attributes" section of the class.
+"""
+
+import ast
+import inspect
+import io
+import shutil
+import tokenize
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
+from sphinx.util import logging
+
+PACKAGES = ("hyla_core", "sweeps", "analysis")
+SECTIONS = ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:")
+VALUES = ("attribute", "data", "property")
+MAX_VALUE = 120  # characters of a value that is shown
+_values: dict[str, list[str]] = {}
+logger = logging.getLogger(__name__)
+
+
+def public_modules(root: Path) -> Iterator[str]:
+    """Dotted names of all modules that others may import; packages come before what is in them."""
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py"), key=lambda path: path.with_suffix("").parts):
+            parts = path.relative_to(root).with_suffix("").parts
+            if parts[-1] == "__init__":
+                if not ast.get_docstring(ast.parse(path.read_text())):
+                    continue  # an empty package says nothing
+                parts = parts[:-1]
+            if not any(part.startswith("_") for part in parts):
+                yield ".".join(parts)
+
+
+def write_pages(root: Path, folder: Path) -> None:
+    """Writes `<folder>/<module>.rst` for every public module, and an index of them.
+
+    Args:
+      root: where the packages are.
+      folder: emptied first, so that modules that are gone leave no page.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    modules = list(public_modules(root))
+    for module in modules:
+        (folder / f"{module}.rst").write_text(f"{module}\n{'=' * len(module)}\n\n.. automodule:: {module}\n")
+    lines = [
+        "API",
+        "===",
+        "",
+        "Every public module, from its docstrings. Shapes are in square brackets, axes by name.",
+        "",
+    ]
+    for package in PACKAGES:
+        lines += [".. toctree::", f"   :caption: {package}", "   :maxdepth: 1", ""]
+        lines += [f"   {module}" for module in modules if module.split(".")[0] == package] + [""]
+    (folder / "index.rst").write_text("\n".join(lines))
+
+
+@cache
+def _comments(source: str) -> dict[int, str]:
+    """The comment on each line, without its sign."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.start[0]: token.string.lstrip("#: ") for token in tokens if token.type == tokenize.COMMENT}
+
+
+@cache
+def _class_fields(path: str) -> dict[str, list[str]]:
+    """Lines of an "Attributes" section for each class of a file."""
+    source = Path(path).read_text()
+    comments = _comments(source)
+    sections: dict[str, list[str]] = {}
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        lines = []
+        for field in node.body:
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            if field.target.id.startswith("_"):
+                continue
+            comment = comments.get(field.end_lineno or 0, "")
+            default = "" if field.value is None else f"Default: ``{ast.unparse(field.value)}``."
+            text = f"{comment[:1].upper()}{comment[1:]}." if comment else ""
+            lines.append(f"  {field.target.id} ({ast.unparse(field.annotation)}): {text} {default}".rstrip())
+        sections[node.name] = lines
+    return sections
+
+
+def _is_record(cls: type) -> bool:
+    """Whether a class is a named tuple, dataclass or pydantic model: its signature repeats its fields."""
+    return hasattr(cls, "_fields") or hasattr(cls, "__dataclass_fields__") or hasattr(cls, "model_fields")
+
+
+def plain_to_rest(lines: Sequence[str]) -> list[str]:
+    """Says in reStructuredText what our docstrings say in plain text.
+
+    Outside Google's sections, an indented block right below a line is a list of its items; one below a blank line is
+    shown as it stands, such as a diagram or a command. Bars are no substitutions.
+    """
+    result: list[str] = []
+    in_section, block = False, ""
+    for number, line in enumerate(lines):
+        text, indent = line.strip(), len(line) - len(line.lstrip())
+        if not block and text and not indent:
+            in_section = text in SECTIONS
+        if block and text and not indent:
+            block = ""
+            if result[-1]:
+                result.append("")
+            in_section = text in SECTIONS
+        if indent and not in_section and not block:
+            block = "list" if number and lines[number - 1].strip() else "literal"
+            first_indent = indent
+            result += [""] if block == "list" else [".. code-block:: text", ""]
+        if block == "list" and text:
+            text = _without_markup(text)
+            is_item = indent == first_indent
+            result.append(f"- {text.removeprefix('- ')}" if is_item else f"  {text}")
+        elif block == "literal":
+            result.append(line)
+        else:
+            result.append(_without_markup(line))
+    return result
+
+
+def _without_markup(line: str) -> str:
+    """Takes bars for bars, and single backticks for code even where a blank stands inside them."""
+    parts = line.split("`")
+    if len(parts) % 2 == 0:
+        return line  # some code goes on in the next line
+    parts[::2] = [part.replace("|", r"\|") for part in parts[::2]]
+    parts[1::2] = [part.strip() for part in parts[1::2]]
+    return "`".join(parts)
+
+
+def complete_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Adds fields to classes; refuses public things without a docstring."""
+    own = str(getattr(obj, "__module__", "") or "").split(".")[0] in PACKAGES
+    if what in ("class", "exception", "function", "method", "module") and own and not any(lines):
+        logger.warning("%s has no docstring", name)
+    lines[:] = plain_to_rest(lines)
+    if what in VALUES:
+        _values[name] = list(lines)
+    if what == "class" and own and isinstance(obj, type) and _is_record(obj):
+        fields = _class_fields(inspect.getsourcefile(obj) or "").get(obj.__name__, [])
+        if fields and "Attributes:" not in [line.strip() for line in lines]:
+            lines += ["", "Attributes:", *fields, ""]
+
+
+def restore_values(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Undoes what napoleon makes of the docstrings of values: it takes what stands before a colon for a type."""
+    if what in VALUES:
+        lines[:] = _values.pop(name)
+
+
+def hide_long_values(app: Sphinx, doctree: nodes.document) -> None:
+    """Leaves out values that are longer than a line, such as whole tables."""
+    for node in list(doctree.findall(addnodes.desc_annotation)):
+        if len(node.astext()) > MAX_VALUE and node.astext().lstrip().startswith("="):
+            node.parent.remove(node)
+
+
+def shorten_signature(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None] | None:
+    """Hides constructors of records."""
+    return ("", None) if what == "class" and isinstance(obj, type) and _is_record(obj) else None
+
+
+def skip_fields(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """Hides descriptors of named tuples' fields, which the class documents itself, and pydantic's settings."""
+    return True if type(obj).__name__ == "_tuplegetter" or name == "model_config" else None
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connects to autodoc, before napoleon reads the sections."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
+    app.connect("autodoc-process-docstring", complete_docstring, priority=400)
+    app.connect("autodoc-process-docstring", restore_values, priority=600)
+    app.connect("doctree-read", hide_long_values)
+    app.connect("autodoc-process-signature", shorten_signature)
+    app.connect("autodoc-skip-member", skip_fields)
+    return {"parallel_read_safe": True}
