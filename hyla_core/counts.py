@@ -39,7 +39,8 @@ def transformer_params(
     The embedding is a dense layer, i·e + e, or a table of vocab·e. The readout is a dense layer, e·o + o, or nothing
     where the table serves again. The rest is per block; there are L blocks, or one if they are shared:
       position: h · max_distance, also in a block without attention, where nothing uses it.
-      attention: query and key (e + 1)·q each, value (e + 1)·v, out (v + 1)·e.
+      attention: query and key (e + 1)·q each, value (e + 1)·n·v, out (v + 1)·e; n = num_values is 2 for a gated value
+        network, else 1.
       mlp: gelu_mlp (e + 1)·f + (f + 1)·e; swiglu 3·e·f.
       norms: one before attention and one before the MLP, of e scales and, unless rms, e shifts; normalize_qk has a
         scale for each entry of a head's query and key, 2·q/h. A last norm, not in any block, has 2·e.
@@ -54,6 +55,7 @@ def transformer_params(
       Number for each of embedding, position, attention, mlp, norms and readout.
     """
     e, q, v, f = model.emb_dim, model.qk_dim, model.v_dim, model.mlp_dim
+    values = VARIANTS[model.attention].num_values * v
     has_attention = model.block != "mlp_only"
     num_blocks = 1 if model.share_layers else model.num_layers
     block_norms = (2 if has_attention else 1) * {"layer": 2 * e, "rms": e}[model.norm]
@@ -62,7 +64,7 @@ def transformer_params(
     return {
         "embedding": (input_dim + 1) * e if vocab_size is None else vocab_size * e,
         "position": num_blocks * model.num_heads * model.max_distance if model.relative_position else 0,
-        "attention": num_blocks * (2 * (e + 1) * q + (e + 1) * v + (v + 1) * e) if has_attention else 0,
+        "attention": num_blocks * ((e + 1) * (2 * q + values) + (v + 1) * e) if has_attention else 0,
         "mlp": num_blocks * {"gelu_mlp": (e + 1) * f + (f + 1) * e, "swiglu": 3 * e * f}[model.feedforward],
         "norms": num_blocks * block_norms + 2 * e,
         "readout": 0 if output_dim is None else (e + 1) * output_dim,
@@ -91,9 +93,9 @@ def transformer_flops(
 
     Forward, in multiply-adds per example:
       embedding: s·i·e; a table is looked up, without a product.
-      attention, per layer: query, key and value s·e·(2q + v); scores s²·q, as each of s² pairs has h products of q/h
-        entries; value network s²·v for the sum over keys and, unless it is the default, another s²·v for the hidden
-        layer, whose v/h units each sum over h heads for each of s² pairs; out s·v·e. The position bias is looked up.
+      attention, per layer: query, key and value s·e·(2q + n·v), n = num_values; scores s²·q, as each of s² pairs has h
+        products of q/h entries; value network s²·v for the sum over keys and another s²·v for each of num_hidden hidden
+        sums, whose v/h units each sum over h heads for each of s² pairs; out s·v·e. The position bias is looked up.
       mlp, per layer: 2·s·e·f, or 3·s·e·f with swiglu.
       readout: s·e·o, or s·e·vocab with the table.
     Backward, a product of two factors takes two more of the same size, one for the gradient of each factor. The
@@ -113,8 +115,9 @@ def transformer_flops(
     embedding = s * input_dim * e if vocab_size is None else 0
     layer = s * e * f * {"gelu_mlp": 2, "swiglu": 3}[model.feedforward]
     if model.block != "mlp_only":
-        value_network = s * s * v * (1 if VARIANTS[model.attention].values == "default_values" else 2)
-        layer += s * e * (2 * q + v) + s * s * q + value_network + s * v * e
+        variant = VARIANTS[model.attention]
+        value_network = s * s * v * (1 + variant.num_hidden)
+        layer += s * e * (2 * q + variant.num_values * v) + s * s * q + value_network + s * v * e
     readout = s * e * (output_dim or vocab_size or 0)
     return 2 * (2 * embedding + 3 * (model.num_layers * layer + readout))
 
