@@ -122,26 +122,28 @@ def transformer_flops(
     return 2 * (2 * embedding + 3 * (model.num_layers * layer + readout))
 
 
-def step_memory_bytes(config: TrainConfig, num_members: int = 1) -> int:
+def step_memory_bytes(config: TrainConfig, num_members: int = 1, *, side_by_side: bool = True) -> int:
     """Estimated peak of device memory while a pack trains: from above, within a factor of two.
 
-    Per parameter, 5 values: the parameter, Adam's two moments, the gradient, and the update under way.
+    Per parameter of a member, 5 values: the parameter, Adam's two moments, the gradient, and the update under way.
+    Several members that take turns have 6 each, the first three before and after a round, and share the last two.
     Per example and layer, values that the backward pass finds again:
       stream: for each of attention and MLP, the stream before it, the steps of its norm and what is added, 6·s·e.
-      attention: query, key and value s·(2q + v); weights h·s², once more before a normalisation over heads and once
-        more after dropout; a hidden layer of s²·v/h units, three times with its activation; what the value network
-        returns, s·v.
+      attention: query, key and value s·(2q + n·v), n = num_values; weights h·s², once more before a normalisation over
+        heads and once more after dropout; m = num_hidden sums of s²·v/h units, each with m activations and products
+        that follow from it, so (m + 1)·m times that; what the value network returns, s·v.
       mlp: before, within and after the activation 3·s·f, or 6·s·f for swiglu's two branches; 2·s·f more with dropout.
     Per example, in the layer that is worked on: gradients with respect to scores and weights 2·h·s², the hidden layer
-    2·s²·v/h, the MLP 2·s·f and the stream 2·s·e. At the two ends: inputs s·i, embedding and last norm 6·s·e, logits
-    3·s·o.
+    (m + 1)·s²·v/h where there is one, the MLP 2·s·f and the stream 2·s·e. At the two ends: inputs s·i, embedding and
+    last norm 6·s·e, logits 3·s·o. Members side by side have all of this each, those that take turns share room for one.
 
     All are counted as float32, whatever the dtype of activations: scores, weights and norms are, and processors without
     bfloat16 compute the rest in float32 as well. The program itself and workspaces of libraries come on top.
 
     Args:
       config: the training.
-      num_members: members of the pack, which train side by side.
+      num_members: members of the pack.
+      side_by_side: whether members are computed at the same time, as on accelerators, or in turns, as on CPUs.
 
     Returns:
       Bytes.
@@ -154,10 +156,13 @@ def step_memory_bytes(config: TrainConfig, num_members: int = 1) -> int:
     in_work = 2 * (s * f + s * e)
     if model.block != "mlp_only":
         weights_copies = 1 + (variant.normalize == "rms_over_heads") + (model.attention_dropout > 0)
-        hidden_copies = {"default_values": 0, "linear_values": 1, "relu_values": 3}[variant.values]
-        hidden = s * s * model.v_head_dim
-        saved += 6 * s * e + s * (2 * q + v) + weights_copies * h * s * s + hidden_copies * hidden + s * v
-        in_work += 2 * h * s * s + (2 * hidden if hidden_copies else 0)
+        num_sums, hidden = variant.num_hidden, s * s * model.v_head_dim
+        saved += 6 * s * e + s * (2 * q + variant.num_values * v) + weights_copies * h * s * s + s * v
+        saved += (num_sums + 1) * num_sums * hidden
+        in_work += 2 * h * s * s + (num_sums + 1) * hidden * (num_sums > 0)
     ends = s * (task.input_dim + 6 * e + 3 * task.output_dim)
     activations = config.optim.batch_size * (model.num_layers * saved + in_work + ends)
-    return 4 * num_members * (5 * sum(num_params(config).values()) + activations)
+    params = sum(num_params(config).values())
+    if side_by_side or num_members == 1:
+        return 4 * num_members * (5 * params + activations)
+    return 4 * ((6 * num_members + 2) * params + activations)

@@ -69,7 +69,7 @@ def gated_values(weights: Array, values: Array) -> Array:
 
     Reference: arXiv 2002.05202 (SwiGLU), in the place of HYLA's relu.
     """
-    gate, up = jnp.split(_hidden(weights, values), 2, axis=-1)
+    gate, up = (_hidden(weights, part) for part in jnp.split(values, 2, axis=-1))
     return _readout(weights, jax.nn.silu(gate) * up)
 
 
