@@ -42,7 +42,8 @@ def transformer_params(
     The embedding is a dense layer, i·e + e, or a table of vocab·e. The readout is a dense layer, e·o + o, or nothing
     where the table serves again. The rest is per block; there are L blocks, or one if they are shared:
       position: h · max_distance, also in a block without attention, where nothing uses it.
-      attention: query and key (e + 1)·q each, value (e + 1)·v, out (v + 1)·e.
+      attention: query and key (e + 1)·q each, value (e + 1)·n·v, out (v + 1)·e; n = num_values is 2 for a gated value
+        network, else 1.
       mlp: gelu_mlp (e + 1)·f + (f + 1)·e; swiglu 3·e·f.
       norms: one before attention and one before the MLP, of e scales and, unless rms, e shifts; normalize_qk has a
         scale for each entry of a head's query and key, 2·q/h. A last norm, not in any block, has 2·e.
@@ -57,6 +58,7 @@ def transformer_params(
       Number for each of embedding, position, attention, mlp, norms and readout.
     """
     e, q, v, f = model.emb_dim, model.qk_dim, model.v_dim, model.mlp_dim
+    values = VARIANTS[model.attention].num_values * v
     has_attention = model.block != "mlp_only"
     num_blocks = 1 if model.share_layers else model.num_layers
     block_norms = (2 if has_attention else 1) * {"layer": 2 * e, "rms": e}[model.norm]
@@ -65,7 +67,7 @@ def transformer_params(
     return {
         "embedding": (input_dim + 1) * e if vocab_size is None else vocab_size * e,
         "position": num_blocks * model.num_heads * model.max_distance if model.relative_position else 0,
-        "attention": num_blocks * (2 * (e + 1) * q + (e + 1) * v + (v + 1) * e) if has_attention else 0,
+        "attention": num_blocks * ((e + 1) * (2 * q + values) + (v + 1) * e) if has_attention else 0,
         "mlp": num_blocks * {"gelu_mlp": (e + 1) * f + (f + 1) * e, "swiglu": 3 * e * f}[model.feedforward],
         "norms": num_blocks * block_norms + 2 * e,
         "readout": 0 if output_dim is None else (e + 1) * output_dim,
@@ -100,9 +102,9 @@ def transformer_flops(
 
     Forward, in multiply-adds per example:
       embedding: s·i·e; a table is looked up, without a product.
-      attention, per layer: query, key and value s·e·(2q + v); scores s²·q, as each of s² pairs has h products of q/h
-        entries; value network s²·v for the sum over keys and, unless it is the default, another s²·v for the hidden
-        layer, whose v/h units each sum over h heads for each of s² pairs; out s·v·e. The position bias is looked up.
+      attention, per layer: query, key and value s·e·(2q + n·v), n = num_values; scores s²·q, as each of s² pairs has h
+        products of q/h entries; value network s²·v for the sum over keys and another s²·v for each of num_hidden hidden
+        sums, whose v/h units each sum over h heads for each of s² pairs; out s·v·e. The position bias is looked up.
       mlp, per layer: 2·s·e·f, or 3·s·e·f with swiglu.
       readout: s·e·o, or s·e·vocab with the table.
     Backward, a product of two factors takes two more of the same size, one for the gradient of each factor. The
@@ -122,32 +124,36 @@ def transformer_flops(
     embedding = s * input_dim * e if vocab_size is None else 0
     layer = s * e * f * {"gelu_mlp": 2, "swiglu": 3}[model.feedforward]
     if model.block != "mlp_only":
-        value_network = s * s * v * (1 if VARIANTS[model.attention].values == "default_values" else 2)
-        layer += s * e * (2 * q + v) + s * s * q + value_network + s * v * e
+        variant = VARIANTS[model.attention]
+        value_network = s * s * v * (1 + variant.num_hidden)
+        layer += s * e * (2 * q + variant.num_values * v) + s * s * q + value_network + s * v * e
     readout = s * e * (output_dim or vocab_size or 0)
     return 2 * (2 * embedding + 3 * (model.num_layers * layer + readout))
 
 
-def step_memory_bytes(config: TrainConfig, num_members: int = 1) -> int:
+def step_memory_bytes(config: TrainConfig, num_members: int = 1, *, side_by_side: bool = True) -> int:
     """Estimated peak of device memory while a pack trains: from above, within a factor of two.
 
-    Per parameter, 5 values: the parameter, Adam's two moments, the gradient, and the update under way.
+    Per parameter of a member, 5 values: the parameter, Adam's two moments, the gradient, and the update under way.
+    Several members that take turns have 6 each, the first three before and after a round, and share the last two.
     Per example and layer, values that the backward pass finds again:
       stream: for each of attention and MLP, the stream before it, the steps of its norm and what is added, 6·s·e.
-      attention: query, key and value s·(2q + v); weights h·s², once more before a normalisation over heads and once
-        more after dropout; a hidden layer of s²·v/h units, three times with its activation; what the value network
-        returns, s·v.
+      attention: query, key and value s·(2q + n·v), n = num_values; weights h·s², once more before a normalisation over
+        heads and once more after dropout; m = num_hidden sums of s²·v/h units, each with m activations and products
+        that follow from it, so (m + 1)·m times that; what the value network returns, s·v.
       mlp: before, within and after the activation 3·s·f, or 6·s·f for swiglu's two branches; 2·s·f more with dropout.
     Per example, in the layer that is worked on: gradients with respect to scores and weights 2·h·s², the hidden layer
-    2·s²·v/h, the MLP 2·s·f and the stream 2·s·e. At the two ends: inputs s·i, embedding and last norm 6·s·e, logits
-    3·s·o (o the vocabulary where the embedding table reads out).
+    (m + 1)·s²·v/h where there is one, the MLP 2·s·f and the stream 2·s·e. At the two ends: inputs s·i, embedding and
+    last norm 6·s·e, logits 3·s·o, o the vocabulary where the embedding table reads out. Members side by side have all of
+    this each, those that take turns share room for one.
 
     All are counted as float32, whatever the dtype of activations: scores, weights and norms are, and processors without
     bfloat16 compute the rest in float32 as well. The program itself and workspaces of libraries come on top.
 
     Args:
       config: the training.
-      num_members: members of the pack, which train side by side.
+      num_members: members of the pack.
+      side_by_side: whether members are computed at the same time, as on accelerators, or in turns, as on CPUs.
 
     Returns:
       Bytes.
@@ -160,10 +166,13 @@ def step_memory_bytes(config: TrainConfig, num_members: int = 1) -> int:
     in_work = 2 * (s * f + s * e)
     if model.block != "mlp_only":
         weights_copies = 1 + (variant.normalize == "rms_over_heads") + (model.attention_dropout > 0)
-        hidden_copies = {"default_values": 0, "linear_values": 1, "relu_values": 3}[variant.values]
-        hidden = s * s * model.v_head_dim
-        saved += 6 * s * e + s * (2 * q + v) + weights_copies * h * s * s + hidden_copies * hidden + s * v
-        in_work += 2 * h * s * s + (2 * hidden if hidden_copies else 0)
+        num_sums, hidden = variant.num_hidden, s * s * model.v_head_dim
+        saved += 6 * s * e + s * (2 * q + variant.num_values * v) + weights_copies * h * s * s + s * v
+        saved += (num_sums + 1) * num_sums * hidden
+        in_work += 2 * h * s * s + (num_sums + 1) * hidden * (num_sums > 0)
     ends = s * (task.input_dim + 6 * e + 3 * (task.output_dim or task.vocab_size or 0))
     activations = config.optim.batch_size * (model.num_layers * saved + in_work + ends)
-    return 4 * num_members * (5 * sum(num_params(config).values()) + activations)
+    params = sum(num_params(config).values())
+    if side_by_side or num_members == 1:
+        return 4 * num_members * (5 * params + activations)
+    return 4 * ((6 * num_members + 2) * params + activations)

@@ -5,6 +5,8 @@ from typing import cast
 import flax.linen as nn
 from jax import Array
 
+from hyla_core.numerics import Dense
+
 
 class GeluMlp(nn.Module):
     """Two dense layers with a GELU (tanh form) between them.
@@ -22,9 +24,9 @@ class GeluMlp(nn.Module):
     @nn.compact
     def __call__(self, inputs: Array, *, deterministic: bool) -> Array:
         """[batch, seq, emb] to [batch, seq, emb]; deterministic switches dropout off."""
-        hidden = nn.gelu(nn.Dense(self.mlp_dim, dtype=self.dtype, name="Dense_0")(inputs), approximate=True)
+        hidden = nn.gelu(Dense((self.mlp_dim,), dtype=self.dtype, name="Dense_0")(inputs), approximate=True)
         hidden = nn.Dropout(self.dropout)(hidden, deterministic=deterministic)
-        outputs = nn.Dense(inputs.shape[-1], dtype=self.dtype, name="Dense_1")(hidden)
+        outputs = Dense(inputs.shape[-1:], dtype=self.dtype, name="Dense_1")(hidden)
         return cast(Array, nn.Dropout(self.dropout)(outputs, deterministic=deterministic))
 
 
@@ -46,10 +48,10 @@ class SwiGlu(nn.Module):
     @nn.compact
     def __call__(self, inputs: Array, *, deterministic: bool) -> Array:
         """[batch, seq, emb] to [batch, seq, emb]; deterministic switches dropout off."""
-        gate = nn.silu(nn.Dense(self.mlp_dim, use_bias=False, dtype=self.dtype, name="Dense_0")(inputs))
-        hidden = gate * nn.Dense(self.mlp_dim, use_bias=False, dtype=self.dtype, name="Dense_1")(inputs)
+        gate = nn.silu(Dense((self.mlp_dim,), use_bias=False, dtype=self.dtype, name="Dense_0")(inputs))
+        hidden = gate * Dense((self.mlp_dim,), use_bias=False, dtype=self.dtype, name="Dense_1")(inputs)
         hidden = nn.Dropout(self.dropout)(hidden, deterministic=deterministic)
-        outputs = nn.Dense(inputs.shape[-1], use_bias=False, dtype=self.dtype, name="Dense_2")(hidden)
+        outputs = Dense(inputs.shape[-1:], use_bias=False, dtype=self.dtype, name="Dense_2")(hidden)
         return cast(Array, nn.Dropout(self.dropout)(outputs, deterministic=deterministic))
 
 

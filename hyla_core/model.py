@@ -18,6 +18,7 @@ from hyla_core.attention.layer import Attention
 from hyla_core.attention.variants import VARIANTS
 from hyla_core.config import ModelConfig, TrainConfig
 from hyla_core.feedforward import FEEDFORWARDS
+from hyla_core.numerics import Dense
 from hyla_core.position import RelativePositionBias, sinusoidal_code
 
 Params = dict[str, Any]
@@ -109,13 +110,14 @@ class Transformer(nn.Module):
         c = self.config
         if self.output_dim is None and self.vocab_size is None:
             raise ValueError("a transformer without a vocab_size needs an output_dim")
-        embedding: nn.Dense | nn.Embed
+        embedding: Dense | nn.Embed
         if self.vocab_size is None:
-            embedding = nn.Dense(c.emb_dim, dtype=self.dtype, name="embedding")
+            embedding = Dense((c.emb_dim,), dtype=self.dtype, name="embedding")
         else:
-            embedding = nn.Embed(self.vocab_size, c.emb_dim, dtype=self.dtype, name="embedding")
+            # In float32, and rounded below: the gradient of a frequent token's row is a sum over all its places.
+            embedding = nn.Embed(self.vocab_size, c.emb_dim, dtype="float32", name="embedding")
         seq_len = inputs.shape[1]
-        stream = embedding(inputs)
+        stream = embedding(inputs).astype(self.dtype)
         if c.absolute_position:
             stream = stream + sinusoidal_code(seq_len, c.emb_dim).astype(stream.dtype)
         stream = nn.Dropout(c.dropout)(stream, deterministic=deterministic)
@@ -132,7 +134,7 @@ class Transformer(nn.Module):
         if self.output_dim is None:
             # Not by nn.Embed.attend, which would round the logits to the dtype of activations.
             return jnp.einsum("bse,ve->bsv", stream, embedding.embedding) / math.sqrt(c.emb_dim)
-        return cast(Array, nn.Dense(self.output_dim, dtype="float32", name="logitdense")(stream))
+        return Dense((self.output_dim,), name="logitdense")(stream)
 
 
 def init_params(config: TrainConfig, rng: Array) -> Params:

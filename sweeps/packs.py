@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hyla_core.config import MEMBER_FIELDS, TrainConfig, pack_key
-from hyla_core.counts import train_flops_per_example
+from hyla_core.counts import step_memory_bytes, train_flops_per_example
 from sweeps.expand import TrialSpec
 from sweeps.spec import Resources
 
@@ -24,7 +24,13 @@ class Pack(NamedTuple):
     trials: tuple[TrialSpec, ...]
 
 
-def make_packs(trials: Sequence[TrialSpec], max_pack_size: int) -> list[Pack]:
+def make_packs(
+    trials: Sequence[TrialSpec],
+    max_pack_size: int,
+    memory_bytes: int | None = None,
+    *,
+    side_by_side: bool = True,
+) -> list[Pack]:
     """Packs that hold each trial once: first one of every shape, then the others shape by shape; the cheapest first.
 
     The first round compiles every shape once, however many workers share it, so that the rest of a shape's packs find
@@ -34,6 +40,9 @@ def make_packs(trials: Sequence[TrialSpec], max_pack_size: int) -> list[Pack]:
     Args:
       trials: all different.
       max_pack_size: members of a pack, at most.
+      memory_bytes: what a pack may need while it trains, by `step_memory_bytes`. A trial that needs more is alone: the
+        estimate is from above, and it may fit. None: as much as it likes.
+      side_by_side: whether members are computed at the same time, as on accelerators, or in turns, as on CPUs.
     """
     if max_pack_size < 1:
         raise ValueError(f"max_pack_size={max_pack_size} is not positive")
@@ -51,7 +60,7 @@ def make_packs(trials: Sequence[TrialSpec], max_pack_size: int) -> list[Pack]:
         [
             Pack(_pack_id(members), tuple(members))
             for group in sorted(shape, key=cost)
-            for members in _spread(group, max_pack_size)
+            for members in _spread(group, _largest_size(group[0].config, max_pack_size, memory_bytes, side_by_side))
         ]
         for shape in sorted(shapes.values(), key=lambda shape: min(map(cost, shape)))
     ]
@@ -61,6 +70,14 @@ def make_packs(trials: Sequence[TrialSpec], max_pack_size: int) -> list[Pack]:
 def shape_key(config: TrainConfig) -> str:
     """Equal for configs that one compiled program can train, packs of equal size taken."""
     return json.dumps({name: value for name, value in config.flat().items() if name not in _NOT_SHAPE}, sort_keys=True)
+
+
+def _largest_size(config: TrainConfig, max_pack_size: int, memory_bytes: int | None, side_by_side: bool) -> int:
+    if memory_bytes is None:
+        return max_pack_size
+    sizes = range(max_pack_size, 1, -1)
+    fitting = (size for size in sizes if step_memory_bytes(config, size, side_by_side=side_by_side) <= memory_bytes)
+    return next(fitting, 1)
 
 
 def _spread(group: list[TrialSpec], max_size: int) -> list[list[TrialSpec]]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from hyla_core.config import TrainConfig
-from hyla_core.counts import num_non_embedding_params, num_params, train_flops_per_example
-from sweeps.cluster.machine import num_cpus
-from sweeps.devices import DEVICES, Device, parse_devices
+from hyla_core.counts import num_non_embedding_params, num_params, step_memory_bytes, train_flops_per_example
+from sweeps.cluster.machine import memory_bytes, num_cpus
+from sweeps.devices import DEVICES, Device, pack_memory_here, pack_memory_on, packs_at_once, parse_devices
 from sweeps.expand import TrialSpec, expand
 from sweeps.packs import default_pack_size, make_packs, shape_key, trial_flops
 from sweeps.progress import duration
@@ -48,6 +48,7 @@ class Shape(NamedTuple):
     axes: dict[str, Any]  # the axis values that all of them share
     num_params: int
     num_non_embedding_params: int
+    step_memory_bytes: int  # of one trial alone, by estimate
     num_trials: int
     num_new: int  # not in the store
     min_steps: int
@@ -81,6 +82,7 @@ class Plan(NamedTuple):
     num_new: int
     statuses: dict[str, int]  # finished, diverged → trials in the store
     max_pack_size: int
+    pack_memory_bytes: int | None  # what a pack may need; None where that is not known
     num_packs: int  # of the trials not in the store
     shapes: list[Shape]
     cost: Cost
@@ -99,12 +101,26 @@ def plan_command(args: argparse.Namespace) -> int:
     device, count = parse_devices(args.devices) if args.devices else (DEVICES["cpu"], num_cpus())
     trials = expand(spec)
     store = resolve_store(args)
-    plan = make_plan(spec, trials, store, read_store(store, trials), device, count)
+    memory = _pack_memory(spec.run, device, here=not args.devices)
+    plan = make_plan(spec, trials, store, read_store(store, trials), device, count, memory)
     if args.json:
         print(json.dumps(as_json(plan), ensure_ascii=False))
     else:
         print_plan(plan, sys.stdout)
     return 1 if plan.damaged else 0
+
+
+def _pack_memory(run: RunConfig, device: Device, *, here: bool) -> int | None:
+    """Bytes that a pack may need on a device; here: on this machine's cores."""
+    if not device.is_cpu:
+        return pack_memory_on(device, run.resources)
+    if not here or _asks_for_accelerator(run):
+        return None
+    return pack_memory_here(memory_bytes(), packs_at_once(run.resources, num_cpus()))
+
+
+def _asks_for_accelerator(run: RunConfig) -> bool:
+    return bool(run.resources.gpu or run.resources.tpu)
 
 
 def read_store(path: str, trials: Sequence[TrialSpec]) -> StoreState:
@@ -147,7 +163,13 @@ def _sample(statuses: Mapping[str, str], trials: Sequence[TrialSpec]) -> list[st
 
 
 def make_plan(
-    spec: SweepSpec, trials: Sequence[TrialSpec], store: str, state: StoreState, device: Device, num_devices: int
+    spec: SweepSpec,
+    trials: Sequence[TrialSpec],
+    store: str,
+    state: StoreState,
+    device: Device,
+    num_devices: int,
+    pack_memory_bytes: int | None = None,
 ) -> Plan:
     """Counts and prices a sweep.
 
@@ -158,10 +180,12 @@ def make_plan(
       state: what the store holds.
       device: what it would run on.
       num_devices: how many of them; of a CPU, the cores.
+      pack_memory_bytes: what a pack may need there; None where that is not known.
     """
     new = [trial for trial in trials if trial.trial_id not in state.statuses]
     size = spec.run.max_pack_size or default_pack_size(spec.run.resources)
-    packs = make_packs(new, size)
+    side_by_side = not device.is_cpu or _asks_for_accelerator(spec.run)
+    packs = make_packs(new, size, pack_memory_bytes, side_by_side=side_by_side)
     groups: dict[str, list[TrialSpec]] = {}
     for trial in trials:
         groups.setdefault(shape_key(trial.config), []).append(trial)
@@ -177,6 +201,7 @@ def make_plan(
         num_new=len(new),
         statuses=dict(Counter(state.statuses[trial.trial_id] for trial in trials if trial.trial_id in state.statuses)),
         max_pack_size=size,
+        pack_memory_bytes=pack_memory_bytes,
         num_packs=len(packs),
         shapes=shapes,
         cost=_cost(spec, trials, rates, num_devices, sum(shape.new_slot_s for shape in shapes), len(packs)),
@@ -272,6 +297,7 @@ def _shape(key: str, group: Sequence[TrialSpec], shared: Sequence[str], state: S
         axes={axis: group[0].axes[axis] for axis in shared},
         num_params=sum(num_params(config).values()),
         num_non_embedding_params=num_non_embedding_params(config),
+        step_memory_bytes=step_memory_bytes(config),
         num_trials=len(group),
         num_new=len(new),
         min_steps=min(steps),
@@ -301,6 +327,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "num_new": plan.num_new,
         "num_packs": plan.num_packs,
         "max_pack_size": plan.max_pack_size,
+        "pack_memory_bytes": plan.pack_memory_bytes,
         "train_flops": sum(shape.train_flops for shape in plan.shapes),
         "new_train_flops": sum(shape.new_train_flops for shape in plan.shapes),
         "device": plan.cost.device,
@@ -315,6 +342,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "axes": shape.axes,
                 "num_params": shape.num_params,
                 "num_non_embedding_params": shape.num_non_embedding_params,
+                "step_memory_bytes": shape.step_memory_bytes,
                 "num_trials": shape.num_trials,
                 "num_new": shape.num_new,
                 "min_steps": shape.min_steps,
@@ -348,6 +376,8 @@ def print_plan(plan: Plan, out: IO[str]) -> None:
     if (hidden := len(plan.shapes) - MAX_ROWS) > 0:
         parts.append(f"… and {hidden:,} more rows; --json lists all")
     parts.append(_cost_text(plan))
+    if (warning := _memory_warning(plan)) is not None:
+        parts.append(warning)
     if plan.damaged:
         lines = [f"passed over: {damage}" for damage in plan.damaged[:MAX_DAMAGED]]
         if hidden := len(plan.damaged) - len(lines):
@@ -413,10 +443,25 @@ def _cost_text(plan: Plan) -> str:
         return "nothing left to pay for"
     devices = f"{_counted(cost.num_devices, cost.unit)}, {_counted(cost.num_slots, 'pack')} at once"
     text = f"about {_hours(cost.device_s)} of {cost.unit} time: {_wall(cost.wall_s)} on {devices}\n({cost.explanation})"
-    resources = plan.spec.run.resources
-    if cost.device == "cpu" and (resources.gpu or resources.tpu):
+    if cost.device == "cpu" and _asks_for_accelerator(plan.spec.run):
         text += "\nThe sweep asks for an accelerator: --devices h100:8, say, gives its price there."
     return text
+
+
+def _memory_warning(plan: Plan) -> str | None:
+    """Says which trials may not fit even alone."""
+    memory = plan.pack_memory_bytes
+    large = [] if memory is None else [s for s in plan.shapes if s.num_new and s.step_memory_bytes > memory]
+    if memory is None or not large:
+        return None
+    worst = max(large, key=lambda shape: shape.step_memory_bytes)
+    which = " ".join(f"{axis.rpartition('.')[2]}={value}" for axis, value in worst.axes.items())
+    number = _counted(sum(shape.num_new for shape in large), "trial")
+    return (
+        f"{number} may run out of memory even alone: by estimate up to "
+        f"{_si(worst.step_memory_bytes)}B{f' ({which})' if which else ''}, a pack has {_si(memory)}B of "
+        f"{'this machine' if plan.cost.device == 'cpu' else f'one {plan.cost.unit}'}"
+    )
 
 
 def _per_slot(plan: Plan) -> float:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hyla_core.config import Cadence
 from sweeps.__main__ import resolve_store
+from sweeps.devices import find_device, pack_memory_here, pack_memory_on, packs_at_once
 from sweeps.expand import TrialSpec, expand
 from sweeps.packs import Pack, default_pack_size, make_packs
 from sweeps.progress import (
@@ -213,7 +214,25 @@ class _Request:
         size = run.max_pack_size or default_pack_size(run.resources)
         begun = {trial.trial_id for trial in work.interrupted}
         fresh = [trial for trial in work.to_train if trial.trial_id not in begun]
-        return make_packs(work.interrupted, size) + make_packs(fresh, size)
+        memory = self.pack_memory()
+        side_by_side = bool(run.resources.gpu or run.resources.tpu)
+        return [
+            pack
+            for trials in (work.interrupted, fresh)
+            for pack in make_packs(trials, size, memory, side_by_side=side_by_side)
+        ]
+
+    def pack_memory(self) -> int | None:
+        """Bytes that a pack may need where this runs; None where that is not known, as on a cluster."""
+        if self.address is not None:
+            return None
+        from sweeps.cluster import machine
+
+        resources = self.spec.run.resources
+        if resources.gpu or resources.tpu:
+            return pack_memory_on(find_device(machine.accelerator_name("TPU" if resources.tpu else "GPU")), resources)
+        at_once = 1 if self.args.in_process else packs_at_once(resources, machine.num_cpus(), self.args.max_concurrent)
+        return pack_memory_here(machine.memory_bytes(), at_once)
 
     def job(self, work: _Work) -> "PackJob":
         """What every worker has to know."""

@@ -1,24 +1,23 @@
 """The attention layer: projections, scores, normalisation, dropout, value network."""
 
 import math
-from typing import cast
 
 import flax.linen as nn
-import jax.numpy as jnp
 from jax import Array
 
 from hyla_core.attention import normalize, values
 from hyla_core.attention.variants import Variant
+from hyla_core.numerics import Dense, product
 
 
 class Attention(nn.Module):
     """Multi-head self-attention with a choice of normalisation and value network.
 
     Attributes:
-      variant: names of a normalisation and of a value network.
+      variant: names of a normalisation and of a value network, and how many values a head has for each key.
       num_heads: number of heads.
       qk_dim: width of queries and of keys, total over heads.
-      v_dim: width of values, total over heads.
+      v_dim: width of what the value network returns, total over heads; values are `variant.num_values` times as wide.
       dropout: share of the (query, key) pairs dropped while training. One mask serves all examples and heads, as in the
         official code.
       normalize_qk: whether each head's queries and keys pass through a LayerNorm.
@@ -52,12 +51,12 @@ class Attention(nn.Module):
         """
         query = self._heads("query", self.qk_dim)(inputs)
         key = self._heads("key", self.qk_dim)(inputs)
-        value = self._heads("value", self.v_dim)(inputs)
+        value = self._heads("value", self.variant.num_values * self.v_dim)(inputs)
         if self.normalize_qk:
             query = nn.LayerNorm(epsilon=1e-6, use_bias=False, dtype=self.dtype, name="query_ln")(query)
             key = nn.LayerNorm(epsilon=1e-6, use_bias=False, dtype=self.dtype, name="key_ln")(key)
 
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+        scores = product("bqhd,bkhd->bhqk", query, key)
         scores = scores / math.sqrt(self.qk_dim // self.num_heads)
         if bias is not None:
             scores = scores + bias
@@ -66,9 +65,8 @@ class Attention(nn.Module):
         self.sow("intermediates", "attn_weights", weights)
         weights = nn.Dropout(self.dropout, broadcast_dims=(0, 1))(weights, deterministic=deterministic)
 
-        mixed = getattr(values, self.variant.values)(weights.astype(self.dtype), value)
-        out = nn.DenseGeneral(inputs.shape[-1], axis=(-2, -1), dtype=self.dtype, name="out")(mixed)
-        return cast(Array, out)
+        mixed = getattr(values, self.variant.values)(weights, value)
+        return Dense(inputs.shape[-1:], num_summed=2, dtype=self.dtype, name="out")(mixed)
 
-    def _heads(self, name: str, dim: int) -> nn.DenseGeneral:
-        return nn.DenseGeneral((self.num_heads, dim // self.num_heads), dtype=self.dtype, name=name)
+    def _heads(self, name: str, dim: int) -> Dense:
+        return Dense((self.num_heads, dim // self.num_heads), dtype=self.dtype, name=name)

@@ -1,7 +1,8 @@
 """Value networks: what the attention weights of one (query, key) pair, the hypernetwork's latent code, configure.
 
 Each function takes weights [batch, heads, query, key] and values [batch, key, heads, dim] and returns [batch, query,
-heads, dim]; the layer's output projection, which follows, is the last linear map of the network.
+heads, dim]; the layer's output projection, which follows, is the last linear map of the network. Result and hidden
+layer have the type of the values; sums are float32.
 
 Reference: arXiv 2406.05816, Section 2.
 """
@@ -9,6 +10,8 @@ Reference: arXiv 2406.05816, Section 2.
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from hyla_core.numerics import product
 
 
 def default_values(weights: Array, values: Array) -> Array:
@@ -21,7 +24,7 @@ def default_values(weights: Array, values: Array) -> Array:
     Returns:
       [batch, query, heads, dim].
     """
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, values)
+    return product("bhqk,bkhd->bqhd", weights, values).astype(values.dtype)
 
 
 def relu_values(weights: Array, values: Array) -> Array:
@@ -52,15 +55,33 @@ def linear_values(weights: Array, values: Array) -> Array:
     return _readout(weights, _hidden(weights, values))
 
 
+def gated_values(weights: Array, values: Array) -> Array:
+    """HYLA with a gated hidden layer: y[q, h] = Σ_k w[h, q, k] silu(γ[q, k]) · υ[q, k].
+
+    Here γ[q, k] = Σ_h' w[h', q, k] g[k, h'] and υ[q, k] = Σ_h' w[h', q, k] u[k, h'].
+
+    Args:
+      weights: [batch, heads, query, key].
+      values: [batch, key, heads, 2·dim]: g, then u.
+
+    Returns:
+      [batch, query, heads, dim].
+
+    Reference: arXiv 2002.05202 (SwiGLU), in the place of HYLA's relu.
+    """
+    gate, up = (_hidden(weights, part) for part in jnp.split(values, 2, axis=-1))
+    return _readout(weights, jax.nn.silu(gate) * up)
+
+
 def _hidden(weights: Array, values: Array) -> Array:
     """Σ_h w[h, q, k] v[k, h], [batch, key, query, dim]: what the heads make of each key, before any sum over keys.
 
     Key before query is the order in which the product comes; the other order takes a transposition, and made the value
     network about half as fast on a CPU.
     """
-    return jnp.einsum("bhqk,bkhd->bkqd", weights, values)
+    return product("bhqk,bkhd->bkqd", weights, values).astype(values.dtype)
 
 
 def _readout(weights: Array, hidden: Array) -> Array:
     """Σ_k w[h, q, k] hidden[k, q], [batch, query, heads, dim]."""
-    return jnp.einsum("bhqk,bkqd->bqhd", weights, hidden)
+    return product("bhqk,bkqd->bqhd", weights, hidden).astype(hidden.dtype)

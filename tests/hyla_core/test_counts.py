@@ -2,17 +2,22 @@
 
 import math
 from collections import Counter
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from golden_files import flattened
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
+from jaxprs import equations
 from model_cases import MODEL_OPTIONS, small_config
 
+import sweeps
+from hyla_core import train
 from hyla_core.attention.variants import VARIANTS
+from hyla_core.config import ModelConfig, TrainConfig
 from hyla_core.counts import (
     num_non_embedding_params,
     num_params,
@@ -22,9 +27,16 @@ from hyla_core.counts import (
     transformer_params,
 )
 from hyla_core.model import Transformer, apply, init_params
+from sweeps.expand import expand
+from sweeps.spec import load_sweep
 
 CASES = [pytest.param({"attention": name}, id=name) for name in VARIANTS] + [
     pytest.param(options, id=name) for name, options in MODEL_OPTIONS.items()
+]
+ALL_CASES = [
+    pytest.param({"attention": name, **options}, id=f"{name}-{option}")
+    for name in VARIANTS
+    for option, options in MODEL_OPTIONS.items()
 ]
 TOKEN_CASES = [pytest.param(None, id="tied"), pytest.param(3, id="untied")]
 
@@ -52,17 +64,13 @@ def params_by_group(params: dict[str, Any]) -> dict[str, int]:
 def product_flops(jaxpr: Jaxpr) -> int:
     """Two for each multiply-add of each dot_general of a program, those of inner programs included."""
     flops = 0
-    for equation in jaxpr.eqns:
+    for equation in equations(jaxpr):
         assert equation.primitive.name not in ("while", "scan", "cond"), "a loop's products would be counted once"
+        assert equation.primitive.name != "conv_general_dilated", "a product of another kind"
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             summed = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
             flops += 2 * math.prod(equation.outvars[0].aval.shape) * summed
-        for value in equation.params.values():
-            if isinstance(value, ClosedJaxpr):
-                flops += product_flops(value.jaxpr)
-            elif isinstance(value, Jaxpr):
-                flops += product_flops(value)
     return flops
 
 
@@ -78,42 +86,59 @@ def test_num_non_embedding_params_is_what_blocks_and_norms_hold():
     assert num_non_embedding_params(small_config()) == 2 * (156 + 104 + 108 + 91 + 96 + 48) + 24
 
 
+def token_params(model: ModelConfig, output_dim: int | None) -> Any:
+    init = Transformer(model, output_dim, vocab_size=17).init
+    return jax.eval_shape(lambda: init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32), deterministic=True)["params"])
+
+
 @pytest.mark.parametrize("output_dim", TOKEN_CASES)
-def test_transformer_params_of_a_token_model(output_dim):
-    model = small_config().model
-    transformer = Transformer(model, output_dim, vocab_size=17)
-    tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
-    init = lambda tokens: transformer.init(jax.random.key(0), tokens, deterministic=True)["params"]  # noqa: E731
+@pytest.mark.parametrize("name", VARIANTS)
+def test_transformer_params_of_a_token_model(name, output_dim):
+    model = small_config(attention=name).model
     counts = transformer_params(model, input_dim=0, output_dim=output_dim, vocab_size=17)
-    assert counts == params_by_group(jax.eval_shape(init, tokens))
+    assert counts == params_by_group(token_params(model, output_dim))
 
 
-@pytest.mark.parametrize("options", CASES)
-def test_train_flops_counts_the_products_of_a_training_step(options):
-    config, batch_size = small_config(**options), 3
+def traced_flops(config: TrainConfig, batch_size: int) -> int:
+    """Of the products in a training step's loss and gradients."""
     params = jax.eval_shape(lambda rng: init_params(config, rng), jax.random.key(0))
     inputs = jax.ShapeDtypeStruct((batch_size, config.task.seq_len, config.task.input_dim), jnp.float32)
 
     def loss(params, inputs):
         return apply(config, params, inputs, dropout_rng=jax.random.key(0)).mean()
 
-    step = jax.make_jaxpr(jax.value_and_grad(loss))(params, inputs)
-    assert product_flops(step.jaxpr) == batch_size * train_flops_per_example(config)
+    return product_flops(jax.make_jaxpr(jax.value_and_grad(loss))(params, inputs).jaxpr)
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_train_flops_counts_the_products_of_a_training_step(options):
+    config = small_config(**options)
+    assert traced_flops(config, batch_size=3) == 3 * train_flops_per_example(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", ALL_CASES)
+def test_counts_of_every_variant_with_every_option(options, dtype):
+    config = small_config(**options, numerics={"dtype": dtype})
+    assert traced_flops(config, batch_size=2) == 2 * train_flops_per_example(config)
+    assert num_params(config) == params_by_group(jax.eval_shape(partial(init_params, config), jax.random.key(0)))
 
 
 @pytest.mark.parametrize("output_dim", TOKEN_CASES)
-def test_transformer_flops_of_a_token_model(output_dim):
-    model = small_config().model
-    transformer = Transformer(model, output_dim, vocab_size=17)
-    tokens = jnp.zeros((1, 4), jnp.int32)
-    params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), tokens, deterministic=True)["params"])
+@pytest.mark.parametrize("options", [{"attention": name} for name in VARIANTS] + [{"share_layers": True}], ids=str)
+def test_transformer_flops_of_a_token_model(options, output_dim):
+    model = small_config(causal=True, absolute_position=True, **options).model
+    tokens = jnp.zeros((2, 4), jnp.int32)
+    params = token_params(model, output_dim)
 
     def loss(params):
-        return transformer.apply({"params": params}, tokens, deterministic=True).mean()
+        logits = Transformer(model, output_dim, vocab_size=17).apply({"params": params}, tokens, deterministic=True)
+        return logits.mean()
 
     step = jax.make_jaxpr(jax.value_and_grad(loss))(params)
-    expected = transformer_flops(model, seq_len=4, input_dim=0, output_dim=output_dim, vocab_size=17)
-    assert product_flops(step.jaxpr) == expected
+    per_example = transformer_flops(model, seq_len=4, input_dim=0, output_dim=output_dim, vocab_size=17)
+    assert product_flops(step.jaxpr) == 2 * per_example
 
 
 def test_train_flops_by_hand():
@@ -123,52 +148,78 @@ def test_train_flops_by_hand():
     assert train_flops_per_example(tiny) == 2 * (2 * 45 + 3 * (36 + 243 + 18 + 45))
 
 
-MEMORY_CASES: dict[str, dict[str, Any]] = {
-    "softmax": {"attention": "softmax", "num_layers": 4},
-    "hyla": {"attention_dropout": 0.1, "dropout": 0.1},
-    "hyla_linear": {"attention": "hyla_linear_no_rms", "num_heads": 2, "v_dim": 64},
+WIDE = {"emb_dim": 32, "num_heads": 4, "qk_dim": 16, "v_dim": 16, "mlp_dim": 64}
+MEMORY_CASES: dict[str, dict[str, Any]] = {name: {"attention": name} for name in VARIANTS} | {
+    "deep": {"attention": "softmax", "num_layers": 4},
+    "dropout": {"attention_dropout": 0.1, "dropout": 0.1},
+    "wide_hidden": {"attention": "hyla_linear_no_rms", "num_heads": 2, "v_dim": 64},
     "swiglu": {"attention": "linear", "feedforward": "swiglu", "norm": "rms"},
     "mlp_only": {"block": "mlp_only"},
 }
 
 
+def planned_bytes(config: TrainConfig, num_members: int) -> int:
+    """What the compiler sets aside for the program that trains a pack."""
+    plan = train._Program(train.program_shape(config), num_members).advance.memory_analysis()
+    return plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes + plan.temp_size_in_bytes
+
+
+def assert_within_a_factor_of_two(config: TrainConfig, num_members: int, side_by_side: bool) -> None:
+    planned = planned_bytes(config, num_members)
+    assert planned <= step_memory_bytes(config, num_members, side_by_side=side_by_side) <= 2 * planned
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("num_members", [1, 3])
-@pytest.mark.parametrize("options", [pytest.param(options, id=name) for name, options in MEMORY_CASES.items()])
-def test_step_memory_is_within_a_factor_of_two_of_what_the_compiler_plans(options, num_members):
-    config = small_config(**{"emb_dim": 32, "num_heads": 4, "qk_dim": 16, "v_dim": 16, "mlp_dim": 64} | options)
-    optimizer = optax.adamw(1e-3)
-
-    def init(rng):
-        params = init_params(config, rng)
-        return params, optimizer.init(params)
-
-    def step(state, inputs, rng):
-        params, moments = state
-        grads = jax.grad(lambda p: jnp.mean(apply(config, p, inputs, dropout_rng=rng) ** 2))(params)
-        updates, moments = optimizer.update(grads, moments, params)
-        return optax.apply_updates(params, updates), moments
-
-    rngs = jax.random.split(jax.random.key(0), num_members)
-    shape = (num_members, config.optim.batch_size, config.task.seq_len, config.task.input_dim)
-    inputs = jax.ShapeDtypeStruct(shape, jnp.float32)
-    program = jax.jit(jax.vmap(step), donate_argnums=0).lower(jax.eval_shape(jax.vmap(init), rngs), inputs, rngs)
-    plan = program.compile().memory_analysis()
-    measured = (
-        plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes + plan.temp_size_in_bytes
+@pytest.mark.parametrize(("num_members", "side_by_side"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize("name", MEMORY_CASES)
+def test_step_memory_is_within_a_factor_of_two_of_what_the_compiler_plans(name, num_members, side_by_side, monkeypatch):
+    monkeypatch.setattr(train, "_takes_turns", lambda: not side_by_side)
+    config = small_config(task={"num_features": 2}, **WIDE | MEMORY_CASES[name])
+    optim = {**config.model_dump()["optim"], "batch_size": 32}  # so that examples outweigh parameters
+    assert_within_a_factor_of_two(
+        TrainConfig.model_validate({**config.model_dump(), "optim": optim}), num_members, side_by_side
     )
-    assert 0.9 * measured < step_memory_bytes(config, num_members) < 2 * measured
+
+
+# Of a sweep's shapes, the smallest and the largest of each variant; all were compared once, see the commit.
+SHIPPED = [
+    pytest.param(tiny, attention, width, depth, id=f"{'tiny' if tiny else 'full'}-{attention}-{width}-{depth}")
+    for tiny, sizes in ((True, ((1, 1), (2, 2))), (False, ((1, 4), (4, 16))))
+    for attention in ("softmax", "linear", "hyla")
+    for width, depth in sizes
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tiny", "attention", "width", "depth"), SHIPPED)
+def test_step_memory_is_within_a_factor_of_two_on_the_shipped_sweep(tiny, attention, width, depth, monkeypatch):
+    """As it is meant to run: the tiny one with two members in turns on a core, the other with eight on a GPU."""
+    monkeypatch.setattr(train, "_takes_turns", lambda: tiny)
+    axes = {"model.attention": attention, "model.width": width, "model.depth": depth}
+    trials = expand(load_sweep(Path(sweeps.__file__).parent / "scaling.yaml", tiny=tiny))
+    config = next(trial.config for trial in trials if axes.items() <= trial.axes.items())
+    assert_within_a_factor_of_two(config, 2 if tiny else 8, side_by_side=not tiny)
 
 
 @pytest.mark.parametrize(("num_features", "seq_len"), [(1, 9), (2, 18)])
-def test_step_memory_grows_with_the_square_of_hylas_sequence(num_features, seq_len):
+@pytest.mark.parametrize(("gated", "copies"), [(False, (2, 2)), (True, (6, 3))])
+def test_step_memory_grows_with_the_square_of_hylas_sequence(num_features, seq_len, gated, copies):
+    name = "hyla_gated" if gated else "hyla"
     hyla, linear = (
         step_memory_bytes(small_config(attention=name, task={"num_features": num_features}))
-        for name in ("hyla_no_rms", "linear")
+        for name in (name, "linear_rms")
     )
-    # Three in each of two layers and two gradients, of a hidden layer of width 4, for 3 examples in float32.
-    assert hyla - linear == (3 * 2 + 2) * seq_len**2 * 4 * 3 * 4
+    saved, in_work = copies  # of a hidden layer of width 4, in each of two layers, and in the one that is worked on
+    hidden = 4 * (saved * 2 + in_work) * seq_len**2
+    # The gated one has another value of width 8 for each token, saved in each layer, and 13·8 more parameters in each.
+    second_value = 2 * seq_len * 8 * gated
+    assert hyla - linear == 4 * (3 * (hidden + second_value) + 5 * 2 * 13 * 8 * gated)  # 3 examples, in float32
 
 
-def test_step_memory_is_that_of_one_member_times_their_number():
-    assert step_memory_bytes(small_config(), 5) == 5 * step_memory_bytes(small_config())
+def test_members_side_by_side_need_as_much_each_and_in_turns_they_share_the_room_for_activations():
+    config = small_config()
+    one, params = step_memory_bytes(config), 4 * sum(num_params(config).values())
+    assert step_memory_bytes(config, side_by_side=False) == one
+    assert step_memory_bytes(config, 5) == 5 * one
+    # Each member's parameters and two moments twice, one gradient, one update.
+    assert step_memory_bytes(config, 5, side_by_side=False) == one - 5 * params + (5 * 2 * 3 + 2) * params

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_files import flattened
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jaxprs import equations
 from model_cases import small_config
 from quick_jit import quick_jit
 
@@ -187,24 +187,14 @@ def test_bfloat16_changes_little():
     assert 1e-5 < np.abs(exact - rounded).max() < 0.1
 
 
-def product_precisions(jaxpr: Jaxpr) -> set[Any]:
-    found = set()
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            found.add(equation.params["precision"])
-        for value in equation.params.values():
-            if isinstance(value, ClosedJaxpr):
-                found |= product_precisions(value.jaxpr)
-    return found
-
-
 @pytest.mark.parametrize("name", ["high", "highest"])
 def test_matmul_precision_reaches_every_product_forward_and_backward(name):
     config = small_config(numerics={"matmul_precision": name})
     params = random_params(config)
     step = jax.make_jaxpr(jax.grad(lambda params: apply(config, params, batch()).mean()))(params)
     precision = {"high": jax.lax.Precision.HIGH, "highest": jax.lax.Precision.HIGHEST}[name]
-    assert product_precisions(step.jaxpr) == {(precision, precision)}
+    products = [equation for equation in equations(step.jaxpr) if equation.primitive.name == "dot_general"]
+    assert {equation.params["precision"] for equation in products} == {(precision, precision)}
 
 
 def test_kernels_start_as_lecun_normal_and_biases_at_zero():

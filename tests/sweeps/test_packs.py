@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import sweeps
-from hyla_core.config import MEMBER_FIELDS
+from hyla_core.config import MEMBER_FIELDS, TrainConfig
+from hyla_core.counts import step_memory_bytes
 from sweeps.expand import TrialSpec, expand
 from sweeps.packs import Pack, make_packs, shape_key, trial_flops
 from sweeps.spec import load_sweep
@@ -73,3 +74,52 @@ def test_no_trials_make_no_packs() -> None:
 def test_a_pack_holds_someone(trials: list[TrialSpec]) -> None:
     with pytest.raises(ValueError, match="max_pack_size=0"):
         make_packs(trials, 0)
+
+
+def sizes_by_shape(packs: list[Pack]) -> dict[str, list[int]]:
+    """Sizes of each shape's packs, under `attention width depth`."""
+    sizes: dict[str, list[int]] = {}
+    for pack in packs:
+        axes = pack.trials[0].axes
+        name = f"{axes['model.attention']} {axes['model.width']} {axes['model.depth']}"
+        sizes.setdefault(name, []).append(len(pack.trials))
+    return sizes
+
+
+def test_a_pack_is_no_larger_than_the_memory(trials: list[TrialSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    # 1 GB a layer and member, and 2 GB a member besides: 8 members of depth 4 need 48 GB, 5 need 30 GB; of depth 8, 3
+    # need 30 GB; of depth 16, one needs 18 GB and two 36 GB.
+    def side_by_side_bytes(config: TrainConfig, num_members: int, *, side_by_side: bool) -> int:
+        assert side_by_side
+        return num_members * (config.model.num_layers + 2) * 10**9
+
+    monkeypatch.setattr("sweeps.packs.step_memory_bytes", side_by_side_bytes)
+    sizes = sizes_by_shape(make_packs(trials, 8, 30 * 10**9))
+    assert sorted(sizes["hyla 4 4"]) == [4] * 3 + [5] * 12  # 24 trials in each of three groups
+    assert sizes["hyla 4 8"] == [3] * 24
+    assert sizes["hyla 4 16"] == [1] * 72
+    # A byte less, and the fifth and the third no longer fit.
+    sizes = sizes_by_shape(make_packs(trials, 8, 30 * 10**9 - 1))
+    assert (sizes["softmax 1 4"], sizes["softmax 1 8"]) == ([4] * 18, [2] * 36)
+
+
+def test_a_trial_that_needs_more_than_there_is_is_alone(trials: list[TrialSpec]) -> None:
+    packs = make_packs(trials, 8, 0)
+    assert {len(pack.trials) for pack in packs} == {1}
+    assert len(packs) == len(trials)
+
+
+def test_members_that_take_turns_share_their_room(trials: list[TrialSpec]) -> None:
+    config = next(t.config for t in trials if t.axes["model.attention"] == "hyla" and t.config.model.num_layers == 4)
+    memory = step_memory_bytes(config, 8, side_by_side=False)
+    assert 8 > memory // step_memory_bytes(config) > 0  # side by side, fewer fit
+    group = [t for t in trials if shape_key(t.config) == shape_key(config)]
+    in_turns = make_packs(group, 8, memory, side_by_side=False)
+    assert {len(pack.trials) for pack in in_turns} == {8}
+    at_once = make_packs(group, 8, memory)
+    largest = max(len(pack.trials) for pack in at_once)
+    assert largest == memory // step_memory_bytes(config)
+
+
+def test_with_memory_for_all_packs_are_as_without_a_limit(trials: list[TrialSpec]) -> None:
+    assert make_packs(trials, 8, 10**15) == make_packs(trials, 8)

@@ -13,10 +13,10 @@ import pytest
 import sweeps
 from hyla_core.counts import num_non_embedding_params, num_params, train_flops_per_example
 from sweeps.__main__ import main
-from sweeps.devices import DEVICES, parse_devices
+from sweeps.devices import DEVICES, find_device, pack_memory_on, packs_at_once, parse_devices
 from sweeps.expand import TrialSpec, expand
 from sweeps.plan import make_plan, print_plan, read_store
-from sweeps.spec import SpecError, load_sweep
+from sweeps.spec import Resources, SpecError, load_sweep
 from sweeps.store import Store
 
 SCALING = Path(sweeps.__file__).parent / "scaling.yaml"
@@ -128,6 +128,54 @@ def test_bfloat16_is_priced_at_its_own_rate(plan_json: PlanJson) -> None:
     )
     assert slow["device_hours"] / fast["device_hours"] == pytest.approx(989 / 494)
     assert "989 TFLOP/s" in fast["explanation"]
+
+
+def test_packs_are_no_larger_than_a_devices_memory_allows(plan_json: PlanJson, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = plan_json("--devices", "h100")["shapes"]
+    assert plan_json("--devices", "h100")["pack_memory_bytes"] == 60e9  # three quarters of 80 GB
+    assert plan_json("--devices", "h100:8", "--set", "run.resources.gpu=0.25")["pack_memory_bytes"] == 15e9
+    assert plan_json("--devices", "h100:8", "--set", "run.resources.gpu=2")["pack_memory_bytes"] == 60e9
+    softmax_1, _, hyla_1, hyla_3 = (shape["step_memory_bytes"] for shape in shapes)
+    assert softmax_1 < hyla_1 < hyla_3
+    # Room for two members of the largest shape, less a byte: its 2 × 6 trials are alone, those of others are not.
+    small = DEVICES["h100"]._replace(memory_bytes=(2 * hyla_3 - 1) / 0.75)
+    monkeypatch.setitem(DEVICES, "h100", small)
+    plan = plan_json("--devices", "h100")
+    per_pack = {name: min(4, (2 * hyla_3 - 1) // shape["step_memory_bytes"]) for name, shape in enumerate(shapes)}
+    assert (per_pack[0], per_pack[3]) == (4, 1)
+    assert plan["num_packs"] == sum(2 * -(-6 // size) for size in per_pack.values())
+
+
+def test_cores_share_the_machines_memory(plan_json: PlanJson, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sweeps.plan.num_cpus", lambda: 6)
+    monkeypatch.setattr("sweeps.plan.memory_bytes", lambda: 12_000_000_000)
+    # Six workers of one core have 2 GB each, three of two cores 4 GB, less 0.75 GB for Python, Ray and JAX.
+    assert plan_json()["pack_memory_bytes"] == 1_250_000_000
+    assert plan_json("--set", "run.resources.cpu=2")["pack_memory_bytes"] == 3_250_000_000
+    monkeypatch.setattr("sweeps.plan.memory_bytes", lambda: 600_000_000)
+    assert plan_json()["pack_memory_bytes"] == 0
+    # Of other machines, and of accelerators nobody has named, nothing is known.
+    assert plan_json("--devices", "cpu:6")["pack_memory_bytes"] is None
+    assert plan_json("--set", "run.resources.gpu=1")["pack_memory_bytes"] is None
+    monkeypatch.setattr("sweeps.plan.memory_bytes", lambda: None)
+    assert plan_json()["pack_memory_bytes"] is None
+
+
+def test_a_trial_too_large_for_the_device_is_named_in_one_line(
+    sweep: Path, plan_json: PlanJson, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = plan_json("--devices", "h100")["shapes"]
+    second, largest = sorted(shape["step_memory_bytes"] for shape in shapes)[-2:]
+    monkeypatch.setitem(DEVICES, "h100", DEVICES["h100"]._replace(memory_bytes=second / 0.75 + 2))
+    assert main(["plan", str(sweep), "--devices", "h100"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "memory" in line)
+    assert line == (
+        f"12 trials may run out of memory even alone: by estimate up to {largest / 1e6:.0f} MB "
+        f"(attention=hyla depth=3), a pack has {second / 1e6:.0f} MB of one h100"
+    )
+    monkeypatch.setitem(DEVICES, "h100", DEVICES["h100"]._replace(memory_bytes=largest / 0.75 + 2))
+    assert main(["plan", str(sweep), "--devices", "h100"]) == 0
+    assert "memory" not in capsys.readouterr().out
 
 
 def test_more_devices_than_packs_do_not_help(plan_json: PlanJson) -> None:
@@ -341,6 +389,38 @@ def test_a_slip_on_the_command_line_is_one_line(
 )
 def test_devices_are_found_by_the_name_jax_gives_them(jax_name: str, kind: str) -> None:
     assert [device.kind for device in DEVICES.values() if device.is_named(jax_name)] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("ray_name", "kind"),
+    [
+        ("A100", "a100"),
+        ("H100", "h100"),
+        ("H200", "h200"),
+        ("L4", "l4"),
+        ("L40S", "l40s"),
+        ("TPU-V4", "tpu-v4"),
+        ("TPU-V5LITEPOD", "tpu-v5e"),
+        ("TPU-V5P", "tpu-v5p"),
+        ("TPU-V6E", "tpu-v6e"),
+        ("GB200", None),
+        ("cpu", None),
+        (None, None),
+    ],
+)
+def test_accelerators_are_found_by_the_name_ray_gives_them(ray_name: str | None, kind: str | None) -> None:
+    found = find_device(ray_name)
+    assert (found and found.kind) == kind
+    assert (pack_memory_on(found, Resources(gpu=1)) is None) == (kind is None)
+
+
+def test_packs_at_once_follow_from_cores_and_the_limit() -> None:
+    assert packs_at_once(Resources(cpu=1), 8) == 8
+    assert packs_at_once(Resources(cpu=3), 8) == 2
+    assert packs_at_once(Resources(cpu=0.5), 8) == 16
+    assert packs_at_once(Resources(cpu=16), 8) == 1
+    assert packs_at_once(Resources(cpu=1), 8, 3) == 3
+    assert packs_at_once(Resources(cpu=3), 8, 5) == 2
 
 
 def test_devices_are_read_with_their_number() -> None:

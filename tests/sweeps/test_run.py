@@ -14,7 +14,11 @@ import pytest
 from fake_training import SWEEP, FakeTrain, write_sweep
 
 from hyla_core.config import TrainConfig
+from hyla_core.counts import step_memory_bytes
 from sweeps.__main__ import main
+from sweeps.devices import WORKER_BYTES
+from sweeps.expand import expand
+from sweeps.spec import load_sweep
 from sweeps.store import Store
 
 
@@ -67,6 +71,26 @@ def test_a_sweep_is_trained_once(train, run, store):
     assert run() == 0
     assert len(train.calls) == 4
     assert len(store.sweeps(raw=True)["request_id"].unique()) == 2
+
+
+@pytest.mark.parametrize(("room_for", "pack_sizes"), [(1, [1] * 8), (1.9, [1] * 8), (2, [2] * 4), (5, [2] * 4)])
+def test_packs_are_as_large_as_the_memory_allows(
+    train, run, store, sweep, monkeypatch, room_for: float, pack_sizes: list[int]
+):
+    (config, *_) = (trial.config for trial in expand(load_sweep(sweep)))
+    alone, two = (step_memory_bytes(config, number, side_by_side=False) for number in (1, 2))
+    memory = alone + (room_for - 1) * (two - alone) + WORKER_BYTES
+    monkeypatch.setattr("sweeps.cluster.machine.memory_bytes", lambda: int(memory))
+    assert run() == 0
+    assert [len(call) for call in train.calls] == pack_sizes
+    assert statuses(store) == ["finished"] * 8
+
+
+def test_on_this_machines_accelerator_its_memory_counts(train, run, store, sweep, monkeypatch):
+    monkeypatch.setattr("sweeps.cluster.machine.accelerator_name", {"GPU": "A100", "TPU": None}.__getitem__)
+    monkeypatch.setattr("sweeps.run.pack_memory_on", lambda device, resources: 0 if device.kind == "a100" else None)
+    assert run("--set", "run.resources.gpu=1") == 0
+    assert [len(call) for call in train.calls] == [1] * 8
 
 
 def test_what_a_trial_leaves_in_the_store(train, run, store):

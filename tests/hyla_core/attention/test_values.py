@@ -1,13 +1,31 @@
 """The value networks against loops that follow the equations word for word."""
 
 import itertools
+from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hyla_core.attention import values
+from hyla_core.attention.variants import VARIANTS
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 3, 5, 7, 4
+
+
+def gated(hidden: np.ndarray) -> np.ndarray:
+    gate, up = hidden[:DIM], hidden[DIM:]
+    return gate / (1 + np.exp(-gate)) * up
+
+
+# What a network makes of Σ_h' w[h', q, k] v[k, h'], before the sum over keys.
+ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "linear_values": lambda hidden: hidden,
+    "relu_values": lambda hidden: np.maximum(hidden, 0),
+    "gated_values": gated,
+}
+NETWORKS = {variant.values: variant.num_values for variant in VARIANTS.values()}
 
 
 def by_loops(weights: np.ndarray, value: np.ndarray, network: str) -> np.ndarray:
@@ -16,20 +34,49 @@ def by_loops(weights: np.ndarray, value: np.ndarray, network: str) -> np.ndarray
     for b, q, k in itertools.product(range(BATCH), range(QUERIES), range(KEYS)):
         hidden = sum(weights[b, head, q, k] * value[b, k, head] for head in range(HEADS))
         for h in range(HEADS):
-            configured = {
-                "default_values": value[b, k, h],
-                "linear_values": hidden,
-                "relu_values": np.maximum(hidden, 0),
-            }[network]
+            configured = value[b, k, h] if network == "default_values" else ACTIVATIONS[network](hidden)
             out[b, q, h] += weights[b, h, q, k] * configured
     return out
 
 
-@pytest.mark.parametrize("network", ["default_values", "linear_values", "relu_values"])
+def weights_and_values(network: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    weights = rng.normal(size=(BATCH, HEADS, QUERIES, KEYS))
+    return weights, rng.normal(size=(BATCH, KEYS, HEADS, NETWORKS[network] * DIM))
+
+
+@pytest.mark.parametrize("network", NETWORKS)
 def test_value_network_follows_its_equation(network):
-    rng = np.random.default_rng(0)
-    weights = rng.normal(size=(BATCH, HEADS, QUERIES, KEYS)).astype(np.float32)
-    value = rng.normal(size=(BATCH, KEYS, HEADS, DIM)).astype(np.float32)
-    np.testing.assert_allclose(
-        getattr(values, network)(weights, value), by_loops(weights, value, network), rtol=1e-5, atol=1e-5
-    )
+    weights, value = weights_and_values(network)
+    ours = getattr(values, network)(weights.astype(np.float32), value.astype(np.float32))
+    np.testing.assert_allclose(ours, by_loops(weights, value, network), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_gradients_of_a_value_network_are_its_slopes(network):
+    point = weights_and_values(network)
+    directions = weights_and_values(network, seed=1)
+    cotangent = np.random.default_rng(2).normal(size=(BATCH, QUERIES, HEADS, DIM))
+    as_float32 = [jnp.asarray(array, jnp.float32) for array in point]
+    _, pull_back = jax.vjp(getattr(values, network), *as_float32)
+    grads = pull_back(jnp.asarray(cotangent, jnp.float32))
+    step = 1e-6
+    for number in range(2):
+
+        def moved(by: float, number: int = number) -> float:
+            factors = list(point)
+            factors[number] = factors[number] + by * directions[number]
+            return float(np.sum(cotangent * by_loops(*factors, network)))
+
+        slope = (moved(step) - moved(-step)) / (2 * step)  # float64
+        assert float(np.sum(np.asarray(grads[number]) * directions[number])) == pytest.approx(slope, rel=1e-4)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_value_network_in_bfloat16_sums_in_float32(network):
+    """300 equal keys: a sum in bfloat16 would stop growing at 256."""
+    weights = jnp.ones((1, 1, 1, 300))
+    value = jnp.ones((1, 300, 1, NETWORKS[network]), jnp.bfloat16)
+    exact, rounded = (getattr(values, network)(weights, value.astype(dtype)) for dtype in (jnp.float32, jnp.bfloat16))
+    assert (exact.dtype, rounded.dtype) == (jnp.float32, jnp.bfloat16)
+    assert float(rounded[0, 0, 0, 0]) == pytest.approx(float(exact[0, 0, 0, 0]), rel=2**-7)

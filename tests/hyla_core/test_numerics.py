@@ -1,0 +1,114 @@
+"""Products with rounded factors against the same products in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxprs import equations
+from model_cases import MODEL_OPTIONS, small_config
+
+from hyla_core import optim
+from hyla_core.attention.variants import VARIANTS
+from hyla_core.model import apply, init_params
+from hyla_core.numerics import Dense, dot_general, product
+from hyla_core.optim import Hyperparams
+from hyla_core.tasks import make_task
+from hyla_core.train import gradient_step
+
+SPEC = "bhqk,bkhd->bqhd"
+TYPES = [
+    (jnp.float32, jnp.float32),
+    (jnp.bfloat16, jnp.bfloat16),
+    (jnp.float32, jnp.bfloat16),
+    (jnp.bfloat16, jnp.float32),
+]
+
+SUMS = ("reduce_sum", "cumsum", "scatter-add", "reduce_window_sum", "reduce")
+NORMS_AND_SOFTMAX = ("rsqrt", "sqrt", "exp", "log", "reduce_max")
+
+
+def rounded(array: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
+    return np.asarray(jnp.asarray(array, jnp.float32).astype(dtype), np.float64)
+
+
+def factors_and_cotangent() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(2, 3, 5, 7)), rng.normal(size=(2, 7, 3, 4)), rng.normal(size=(2, 5, 3, 4))
+
+
+@pytest.mark.parametrize(("left_type", "right_type"), TYPES)
+def test_a_product_rounds_its_factors_to_the_narrower_type_and_nothing_else(left_type, right_type):
+    left, right, cotangent = factors_and_cotangent()
+    narrow = jnp.float32 if left_type == right_type == jnp.float32 else jnp.bfloat16
+    out, pull_back = jax.vjp(
+        lambda *factors: product(SPEC, *factors), jnp.asarray(left, left_type), jnp.asarray(right, right_type)
+    )
+    left_grad, right_grad = pull_back(jnp.asarray(cotangent, jnp.float32))
+    assert (out.dtype, left_grad.dtype, right_grad.dtype) == (jnp.float32, left_type, right_type)
+
+    left, right, cotangent = (rounded(array, narrow) for array in (left, right, cotangent))
+    np.testing.assert_allclose(out, np.einsum(SPEC, left, right), rtol=1e-5, atol=1e-5)
+    expected = np.einsum("bqhd,bkhd->bhqk", cotangent, right), np.einsum("bhqk,bqhd->bkhd", left, cotangent)
+    for grad, exact in zip((left_grad, right_grad), expected, strict=True):
+        # A gradient of a bfloat16 factor is rounded at the end: by at most half of 2^-7 of itself.
+        np.testing.assert_allclose(grad, exact, rtol=1e-5 if grad.dtype == jnp.float32 else 2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "dimension_numbers",
+    [(((3,), (1,)), ((0, 1), (0, 2))), (((1, 3), (2, 1)), ((), ())), (((), ()), ((0,), (0,)))],
+    ids=["one_summed_two_batch", "two_summed", "none_summed"],
+)
+def test_dot_general_orders_its_axes_as_lax_does(dimension_numbers):
+    left, right, _ = factors_and_cotangent()
+    left, right = jnp.asarray(left, jnp.bfloat16), jnp.asarray(right, jnp.bfloat16)
+    expected = jax.lax.dot_general(left.astype(jnp.float32), right.astype(jnp.float32), dimension_numbers)
+    np.testing.assert_allclose(dot_general(left, right, dimension_numbers), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_dense_layer_in_bfloat16_rounds_once_and_gives_its_parameters_exact_gradients():
+    rng = np.random.default_rng(0)
+    inputs, kernel, bias = rng.normal(size=(300, 3, 4)), rng.normal(size=(3, 4, 5, 2)), rng.normal(size=(5, 2))
+    layer = Dense((5, 2), num_summed=2, dtype="bfloat16")
+    params = jax.tree.map(jnp.float32, {"kernel": kernel, "bias": bias})
+    out, pull_back = jax.vjp(lambda params: layer.apply({"params": params}, jnp.float32(inputs)), params)
+    x, k = rounded(inputs, jnp.bfloat16), rounded(kernel, jnp.bfloat16)
+    exact = np.einsum("bij,ijkl->bkl", x, k) + rounded(bias, jnp.float32)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out, exact, rtol=2**-8, atol=1e-6)
+
+    (grads,) = pull_back(jnp.ones_like(out))  # 300 ones, of which a sum in bfloat16 would make 256
+    np.testing.assert_array_equal(grads["bias"], np.full((5, 2), 300))
+    np.testing.assert_allclose(grads["kernel"][..., 0, 0], x.sum(axis=0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [*({"attention": name} for name in VARIANTS), *MODEL_OPTIONS.values()], ids=str)
+def test_a_training_step_in_bfloat16_keeps_its_sums_in_float32(options):
+    """Loss, gradients and optimiser, as `train` traces them."""
+    config = small_config(**options, numerics={"dtype": "bfloat16"})
+    task = make_task(config.task)
+    hyperparams = Hyperparams(peak_lr=1e-3, weight_decay=0.1, warmup_steps=2, num_steps=10)
+
+    def step(rng):
+        batch = task.sample(task.tables(0), "train", rng, jnp.arange(3, dtype=jnp.uint32))
+        params = init_params(config, rng)
+
+        def loss(params):
+            metrics = task.metrics(apply(config, params, batch.inputs, dropout_rng=rng), batch)
+            return jnp.mean(metrics["loss"]), metrics
+
+        return gradient_step(loss, params, optim.init(params, config.optim), jnp.uint32(1), hyperparams, config.optim)
+
+    params, opt_state, metrics = jax.eval_shape(step, jax.random.key(0))
+    rounded_products = 0
+    for equation in equations(jax.make_jaxpr(step)(jax.random.key(0)).jaxpr):
+        name = equation.primitive.name
+        dtypes = {variable.aval.dtype for variable in equation.outvars}
+        if name == "dot_general":
+            assert dtypes == {np.dtype(np.float32)}
+            rounded_products += {variable.aval.dtype for variable in equation.invars} == {np.dtype(jnp.bfloat16)}
+        elif name in SUMS + NORMS_AND_SOFTMAX:
+            assert np.dtype(jnp.bfloat16) not in dtypes, equation
+    assert rounded_products >= 3 * config.model.num_layers  # each layer has one at least, and its two gradients
+    leaves = jax.tree.leaves((params, opt_state, metrics))
+    assert {leaf.dtype for leaf in leaves} <= {np.dtype(np.float32), np.dtype(np.int32)}
