@@ -144,8 +144,8 @@ def step_memory_bytes(config: TrainConfig, num_members: int = 1, *, side_by_side
       mlp: before, within and after the activation 3·s·f, or 6·s·f for swiglu's two branches; 2·s·f more with dropout.
     Per example, in the layer that is worked on: gradients with respect to scores and weights 2·h·s², the hidden layer
     (m + 1)·s²·v/h where there is one, the MLP 2·s·f and the stream 2·s·e. At the two ends: inputs s·i, embedding and
-    last norm 6·s·e, logits 3·s·o, o the vocabulary where the embedding table reads out. Members side by side have all of
-    this each, those that take turns share room for one.
+    last norm 6·s·e, logits 3·s·o, o the vocabulary where the embedding table reads out. Members side by side have all
+    of this each, those that take turns share room for one.
 
     All are counted as float32, whatever the dtype of activations: scores, weights and norms are, and processors without
     bfloat16 compute the rest in float32 as well. The program itself and workspaces of libraries come on top.
