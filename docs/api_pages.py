@@ -88,7 +88,7 @@ def plain_to_rest(lines: Sequence[str]) -> list[str]:
     """Says in reStructuredText what our docstrings say in plain text.
 
     Outside Google's sections, an indented block right below a line is a list of its items; one below a blank line is
-    shown as it stands, such as a diagram or a command. Bars are no substitutions.
+    shown as it stands, such as a diagram or a command. Bars are no substitutions, stars no emphasis.
     """
     result: list[str] = []
     in_section, block = False, ""
@@ -117,10 +117,10 @@ def plain_to_rest(lines: Sequence[str]) -> list[str]:
 
 
 def _without_markup(line: str) -> str:
-    """Takes bars for bars, and single backticks for code even where a blank stands inside them."""
+    """Takes bars and stars for themselves, and single backticks for code even where a blank stands inside them."""
     parts = line.split("`")
     if len(parts) % 2 == 0:
         return line  # some code goes on in the next line
-    parts[::2] = [part.replace("|", r"\|") for part in parts[::2]]
+    parts[::2] = [part.replace("|", r"\|").replace("*", r"\*") for part in parts[::2]]
     parts[1::2] = [part.strip() for part in parts[1::2]]
     return "`".join(parts)

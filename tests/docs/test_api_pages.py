@@ -57,7 +57,7 @@ def test_everything_public_has_a_docstring(path):
 
 def test_plain_text_becomes_restructured_text():
     plain = """\
-        Adds a | b, worded to follow `field=value `.
+        Adds a | b [*, dim], worded to follow `field=value `.
 
         Both count:
           - one: in `a | b`
@@ -72,7 +72,7 @@ def test_plain_text_becomes_restructured_text():
             as napoleon reads it.
         """
     expected = """\
-        Adds a \\| b, worded to follow `field=value`.
+        Adds a \\| b [\\*, dim], worded to follow `field=value`.
 
         Both count:
 
