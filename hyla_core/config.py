@@ -189,7 +189,57 @@ class FuzzyLogicConfig(Config):
         return 1
 
 
-TaskConfig = Annotated[SravenConfig | FuzzyLogicConfig, Field(discriminator="name")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class LanguageConfig(Config):
+    """Language modelling: predict each token of a text from those before it.
+
+    Where the text lies is no part of a trial's identity, what it says is. A sweep leaves the hashes out, and
+    `sweeps.expand` fills them in.
+    """
+
+    name: Literal["language"]
+    text: str  # file, folder or glob of .txt, .jsonl, .json or .parquet files (.gz too), or `builtin`
+    text_sha256: Sha256  # of its content, see corpus.content_hash
+    valid_text: str | None = None  # a text of its own for validation; else a share of the documents is held out
+    valid_sha256: Sha256 | None = None
+    valid_fraction: Fraction = 0.05  # that share, chosen by seeds.split; of no account with a valid_text
+    documents: Literal["file", "line", "paragraph"] = "paragraph"  # of text files; a row of a table is always one
+    text_column: str = "text"  # of tables and JSON objects
+    vocab_size: Annotated[int, Field(ge=258, le=2**20)] = 6144  # 2 special tokens, 256 bytes, and merges
+    seq_len: Annotated[int, Field(ge=2)] = 128
+    # packed: documents one after another, cut into sequences; per_document: a document begins a sequence of its own
+    sequences: Literal["packed", "per_document"] = "packed"
+
+    @model_validator(mode="after")
+    def _texts_have_hashes(self) -> Self:
+        if (self.valid_text is None) != (self.valid_sha256 is None):
+            raise ValueError(f"valid_text={self.valid_text} and valid_sha256={self.valid_sha256} go together")
+        if self.valid_text is None and not self.valid_fraction:
+            raise ValueError("valid_fraction=0.0 leaves nothing for validation; raise it or name a valid_text")
+        return self
+
+    @property
+    def eval_splits(self) -> tuple[str, ...]:
+        """Text that training never shows."""
+        return ("valid",)
+
+    @property
+    def input_dim(self) -> int:
+        """No vectors: inputs are token ids."""
+        return 0
+
+    @property
+    def output_dim(self) -> None:
+        """Logits are products with the token embeddings, one for each token of the vocabulary."""
+        return None
+
+
+TaskConfig = Annotated[SravenConfig | FuzzyLogicConfig | LanguageConfig, Field(discriminator="name")]
+
+NOT_IDENTITY = {"task": {"text", "valid_text"}}
+"""Fields that say where something lies, not what it is: never part of a trial's identity."""
 
 
 class DataConfig(Config):
@@ -326,6 +376,8 @@ class TrainConfig(Config):
             raise ValueError(f"data.num_train={data.num_train} is less than optim.batch_size={optim.batch_size}")
         if (seen := data.num_steps * optim.batch_size) >= MAX_EXAMPLES:
             raise ValueError(f"data.num_steps × optim.batch_size = {seen} is not below {MAX_EXAMPLES} examples")
+        if isinstance(self.task, LanguageConfig) and not self.model.causal:
+            raise ValueError("model.causal=False lets task.name='language' see what it predicts; set it to true")
         for split, fraction in HELD_OUT_BY.items():
             size = getattr(data, f"num_{split}")
             if size and split not in self.task.eval_splits:
@@ -345,9 +397,13 @@ class TrainConfig(Config):
         Fields at their default are left out, so that a field added later with the default of old behaviour keeps the
         ids of what was trained before it. A default that changes what is learned raises RESULTS_VERSION.
         """
-        identity = {"results_version": RESULTS_VERSION, **self.model_dump(mode="json", exclude_defaults=True)}
+        identity = {"results_version": RESULTS_VERSION, **self.identity()}
         text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def identity(self) -> dict[str, Any]:
+        """All fields that change the result and are not at their default, nested by section."""
+        return self.model_dump(mode="json", exclude_defaults=True, exclude=NOT_IDENTITY)
 
     def flat(self) -> dict[str, Any]:
         """Every field under its dotted name, `{"model.emb_dim": 128, …}`."""

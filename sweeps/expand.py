@@ -10,11 +10,13 @@ import math
 import re
 from collections.abc import Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from hyla_core.config import WIDTH_FIELDS, Config, ModelConfig, TrainConfig
+from hyla_core import corpus
+from hyla_core.config import WIDTH_FIELDS, Config, LanguageConfig, ModelConfig, TrainConfig
 from sweeps.spec import (
     SECTION_MODELS,
     SEEDS,
@@ -55,7 +57,7 @@ def expand(spec: SweepSpec) -> list[TrialSpec]:
             origin.line,
             f"axes make {spec.num_combinations:,} trials; at most {MAX_TRIALS:,} are allowed",
         )
-    resolver = _Resolver(spec.flat_settings)
+    resolver = _Resolver(spec.flat_settings, project_root(spec.path))
     trials: list[TrialSpec] = []
     failures: dict[str, list[dict[str, Any]]] = {}
     first_of: dict[str, TrialSpec] = {}
@@ -82,7 +84,8 @@ def expand(spec: SweepSpec) -> list[TrialSpec]:
 
 def _point(config: TrainConfig) -> str:
     """12 hex digits of all that a config says but its seeds."""
-    text = json.dumps(config.model_dump(mode="json", exclude={"seeds"}, exclude_defaults=True), sort_keys=True)
+    fields = {section: values for section, values in config.identity().items() if section != "seeds"}
+    text = json.dumps(fields, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -97,8 +100,8 @@ class _Resolver:
     Trials share their sections: with three widths and three depths there are nine models to check, however many trials.
     """
 
-    def __init__(self, settings: Mapping[str, Any]):
-        self.settings = settings
+    def __init__(self, settings: Mapping[str, Any], root: Path):
+        self.settings, self.root = settings, root
         self.built: dict[tuple[Any, ...], Config | _BadCombination] = {}
 
     def resolve(self, axes: Mapping[str, Any]) -> TrainConfig:
@@ -134,18 +137,32 @@ class _Resolver:
         key = (section, *fields.items())
         if key not in self.built:
             try:
-                self.built[key] = _build(section, fields)
+                self.built[key] = _build(section, fields, self.root)
             except _BadCombination as error:
                 self.built[key] = error
         return self.built[key]
 
 
-def _build(section: str, fields: dict[str, Any]) -> Config:
+def project_root(file: Path) -> Path:
+    """What paths in a sweep file are relative to: the nearest folder above it with a pyproject.toml.
+
+    Where there is none, as for a file that was copied to a cluster's home folder, it is the project of this package.
+    """
+    folder = Path(file).absolute().parent
+    return next(
+        (parent for parent in (folder, *folder.parents) if (parent / "pyproject.toml").is_file()),
+        Path(__file__).parent.parent,
+    )
+
+
+def _build(section: str, fields: dict[str, Any], root: Path) -> Config:
     """One section of a config, its shorthand resolved."""
     models = SECTION_MODELS[section]
     model = next((model for model in models if fields.get("name") in choices(model, "name")), models[0])
     if section == "data":
         fields = _resolved_data(fields)
+    if model is LanguageConfig:
+        fields = _resolved_text(fields, root)
     width = fields.get("width", 1)
     renamed = {"depth": "num_layers"}
     fields = {renamed.get(name, name): value for name, value in fields.items() if name != "width"}
@@ -172,6 +189,24 @@ def _resolved_data(fields: Mapping[str, Any]) -> dict[str, Any]:
             raise _BadCombination(
                 [f"data.passes={passes} over {num_train} examples fills no batch of optim.batch_size={batch_size}"]
             )
+    return fields
+
+
+def _resolved_text(fields: Mapping[str, Any], root: Path) -> dict[str, Any]:
+    """A `task` section with its texts under their full paths, and the hashes of what they hold."""
+    fields = dict(fields)
+    for name, hashed in (("text", "text_sha256"), ("valid_text", "valid_sha256")):
+        text = fields.get(name)
+        if text is None:
+            continue
+        if text != corpus.BUILTIN:
+            fields[name] = text = str(root / Path(text).expanduser())
+        try:
+            found = corpus.content_hash(text)
+        except corpus.CorpusError as error:
+            raise _BadCombination([f"task.{name}={error}"]) from None
+        if fields.setdefault(hashed, found) != found:
+            raise _BadCombination([f"task.{hashed}={fields[hashed]!r} is not the SHA-256 of {text}, which is {found}"])
     return fields
 
 

@@ -69,7 +69,7 @@ def run_command(args: argparse.Namespace) -> int:
     request = _Request(args, spec, selected, store)
     states = store.statuses()
     work = _Work.of(selected, states, args.retry)
-    if work.to_train and (problem := request.obstacle() or request.unconfirmed(work)) is not None:
+    if work.to_train and (problem := request.obstacle() or request.unconfirmed(work) or lacking(work.to_train)):
         print(f"{args.sweep}: {problem}", file=sys.stderr)
         return WRONG_INPUT
     Store.create(store.path)
@@ -86,6 +86,31 @@ def run_command(args: argparse.Namespace) -> int:
         return request.nothing_to_train(states, work)
     store.check_writable()
     return _train(request, work, states)
+
+
+def lacking(trials: Sequence[TrialSpec]) -> str | None:
+    """Why the data of a sweep does not suffice, in one line; None if it does. Tokenizes a corpus that was not yet."""
+    checked = set()
+    for trial in trials:
+        config = trial.config
+        if config.task.name != "language":
+            continue
+        need = (config.task, config.data.num_train, config.data.num_valid, config.seeds.split)
+        if need in checked:
+            continue
+        checked.add(need)
+        from hyla_core.corpus import BUILTIN, cache_folder
+        from hyla_core.sequences import check_enough
+
+        if config.task.text != BUILTIN and len(checked) == 1:
+            print(f"looking for the tokens of {config.task.text} in {cache_folder()}, or making them", file=sys.stderr)
+        try:
+            check_enough(config)
+        except (ValueError, ModuleNotFoundError) as error:
+            return str(error)
+        except OSError as error:
+            return f"{error.filename or 'the cache folder'}: {error.strerror}"
+    return None
 
 
 def _only(trials: Sequence[TrialSpec], wanted: Sequence[str], spec: SweepSpec) -> list[TrialSpec]:

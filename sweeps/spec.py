@@ -604,6 +604,10 @@ def _yaml_text(value: Any) -> str:
 _TINY_SIZES: dict[str, list[Any]] = {
     "task.num_features": [2, 3],
     "task.permute_features": [False],
+    "task.text": ["builtin"],
+    "task.valid_text": [None],
+    "task.vocab_size": [512, 1024],
+    "task.seq_len": [32, 64],
     "data.num_train": [12_800, 6_400],
     "data.train_fraction": [1.0, 0.5],
     "data.passes": [1, 2],
