@@ -61,6 +61,36 @@ def golden_params(kind: str) -> list[Any]:
     return [pytest.param(golden, id=golden.name) for golden in load_golden(kind)]
 
 
+class GoldenCase(NamedTuple):
+    """One case of a golden file: what the official code was told, and the arrays whose names begin with the case's."""
+
+    name: str
+    settings: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    manifest: dict[str, Any]
+    id: str
+
+
+def golden_cases(kind: str) -> list[GoldenCase]:
+    """Every case of every golden file of a kind."""
+    return [
+        GoldenCase(case, settings, below(golden.arrays, case), golden.manifest, f"{golden.name}-{case}")
+        for golden in load_golden(kind)
+        for case, settings in golden.manifest["cases"].items()
+    ]
+
+
+def below(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """The arrays under `prefix/`, by the rest of their names."""
+    return {name.removeprefix(prefix + "/"): array for name, array in arrays.items() if name.startswith(prefix + "/")}
+
+
+def groups(arrays: dict[str, np.ndarray], member: str) -> dict[str, dict[str, np.ndarray]]:
+    """The groups of arrays of one case among which there is one called `member`, by the names they share."""
+    names = [name.removesuffix("/" + member) for name in arrays if name.endswith("/" + member)]
+    return {name: below(arrays, name) for name in names}
+
+
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
     """{"a/b": x} as {"a": {"b": x}}."""
     tree: dict[str, Any] = {}

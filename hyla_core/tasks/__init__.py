@@ -5,11 +5,12 @@ from typing import Any
 
 from hyla_core.config import TaskConfig
 from hyla_core.tasks.base import Batch, Task
+from hyla_core.tasks.fuzzy_logic import FuzzyLogic
 from hyla_core.tasks.sraven import Sraven
 
 __all__ = ["TASKS", "Batch", "Task", "make_task"]
 
-TASKS: dict[str, Callable[[Any], Task]] = {"sraven": Sraven}
+TASKS: dict[str, Callable[[Any], Task]] = {"sraven": Sraven, "fuzzy_logic": FuzzyLogic}
 
 
 def make_task(config: TaskConfig) -> Task:
