@@ -604,12 +604,16 @@ def _yaml_text(value: Any) -> str:
 _TINY_SIZES: dict[str, list[Any]] = {
     "task.num_features": [2, 3],
     "task.permute_features": [False],
+    "task.num_variables": [3, 4],
+    "task.num_terms": [2, 1],
+    "task.num_context": [15, 31],
     "data.num_train": [12_800, 6_400],
     "data.train_fraction": [1.0, 0.5],
     "data.passes": [1, 2],
     "data.num_steps": [200, 100],
     "data.num_valid": [1024, 512],
     "data.num_ood": [1024, 512],
+    "data.num_test": [1024, 512],
     "model.emb_dim": [32, 64],
     "model.num_heads": [4, 2],
     "model.num_layers": [1, 2],
@@ -633,7 +637,7 @@ def default_tiny(spec: SweepSpec) -> dict[str, Any]:
         name: values[0]
         for name, values in _TINY_SIZES.items()
         # A sweep that evaluates nothing held out goes on doing so.
-        if name in spec.flat_settings and not (name == "data.num_ood" and spec.flat_settings[name] == 0)
+        if name in spec.flat_settings and not (name in ("data.num_ood", "data.num_test") and spec.flat_settings[name] == 0)
     }
     for name, written in spec.axes.items():
         values = _TINY_SIZES.get(name, written)
