@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STORE ?= results-tiny
 FIGURES ?= figures/scaling-tiny
 
-.PHONY: help tiny test test-all lint lock clean
+.PHONY: help tiny test test-all lint docs lock clean
 
 help:  ## Lists the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,12 +28,18 @@ lint: $(VENV)/.installed-dev  ## Style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.installed-docs  ## The documentation, with a page for each module; warnings are errors
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	@echo "open build/docs/index.html"
+
 lock: $(VENV)/.installed-dev  ## Resolves the pinned requirements anew, for Python 3.11 to 3.13
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --fork-strategy fewest --upgrade \
 	  --no-header --no-annotate --no-emit-index-url --quiet -o requirements/base.txt
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --fork-strategy fewest --upgrade \
 	  --no-header --no-annotate --no-emit-index-url --quiet -c requirements/base.txt -o requirements/dev.txt
+	$(BIN)/uv pip compile pyproject.toml --extra docs --universal --python-version 3.11 --fork-strategy fewest --upgrade \
+	  --no-header --no-annotate --no-emit-index-url --quiet -c requirements/dev.txt -o requirements/docs.txt
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
@@ -47,6 +53,10 @@ $(VENV)/.installed: $(VENV)/bin/python requirements/base.txt pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed requirements/docs.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	@touch $@
 
 clean:  ## Removes the environment and caches, never results

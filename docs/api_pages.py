@@ -1,31 +1,19 @@
-"""Writes one API page for each public module, and completes what autodoc finds there.
+"""Writes one API page for each public module, and turns our docstrings into reStructuredText.
 
-Pages follow from the package tree, so that no module can be without one. Fields of configs and named tuples are
-documented by the comments behind them; here these become an "Attributes" section of the class.
+Pages follow from the package tree, so that no module can be without one. Imports the standard library only;
+`api_autodoc.py` connects this to Sphinx.
 """
 
 import ast
-import inspect
 import io
 import shutil
 import tokenize
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-from docutils import nodes
-from sphinx import addnodes
-from sphinx.application import Sphinx
-from sphinx.domains.python import PyObject
-from sphinx.util import logging
 
 PACKAGES = ("hyla_core", "sweeps", "analysis")
 SECTIONS = ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:")
-VALUES = ("attribute", "data", "property")
-MAX_VALUE = 120  # characters of a value that is shown
-_values: dict[str, list[str]] = {}
-logger = logging.getLogger(__name__)
 
 
 def public_modules(root: Path) -> Iterator[str]:
@@ -74,7 +62,7 @@ def _comments(source: str) -> dict[int, str]:
 
 
 @cache
-def _class_fields(path: str) -> dict[str, list[str]]:
+def class_fields(path: str) -> dict[str, list[str]]:
     """Lines of an "Attributes" section for each class of a file."""
     source = Path(path).read_text()
     comments = _comments(source)
@@ -96,16 +84,11 @@ def _class_fields(path: str) -> dict[str, list[str]]:
     return sections
 
 
-def _is_record(cls: type) -> bool:
-    """Whether a class is a named tuple, dataclass or pydantic model: its signature repeats its fields."""
-    return hasattr(cls, "_fields") or hasattr(cls, "__dataclass_fields__") or hasattr(cls, "model_fields")
-
-
 def plain_to_rest(lines: Sequence[str]) -> list[str]:
     """Says in reStructuredText what our docstrings say in plain text.
 
     Outside Google's sections, an indented block right below a line is a list of its items; one below a blank line is
-    shown as it stands, such as a diagram or a command. Bars are no substitutions.
+    shown as it stands, such as a diagram or a command. Bars are no substitutions, stars no emphasis.
     """
     result: list[str] = []
     in_section, block = False, ""
@@ -134,62 +117,10 @@ def plain_to_rest(lines: Sequence[str]) -> list[str]:
 
 
 def _without_markup(line: str) -> str:
-    """Takes bars for bars, and single backticks for code even where a blank stands inside them."""
+    """Takes bars and stars for themselves, and single backticks for code even where a blank stands inside them."""
     parts = line.split("`")
     if len(parts) % 2 == 0:
         return line  # some code goes on in the next line
-    parts[::2] = [part.replace("|", r"\|") for part in parts[::2]]
+    parts[::2] = [part.replace("|", r"\|").replace("*", r"\*") for part in parts[::2]]
     parts[1::2] = [part.strip() for part in parts[1::2]]
     return "`".join(parts)
-
-
-def complete_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Adds fields to classes; refuses public things without a docstring."""
-    own = str(getattr(obj, "__module__", "") or "").split(".")[0] in PACKAGES
-    if what in ("class", "exception", "function", "method", "module") and own and not any(lines):
-        logger.warning("%s has no docstring", name)
-    lines[:] = plain_to_rest(lines)
-    if what in VALUES:
-        _values[name] = list(lines)
-    if what == "class" and own and isinstance(obj, type) and _is_record(obj):
-        fields = _class_fields(inspect.getsourcefile(obj) or "").get(obj.__name__, [])
-        if fields and "Attributes:" not in [line.strip() for line in lines]:
-            lines += ["", "Attributes:", *fields, ""]
-
-
-def restore_values(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Undoes what napoleon makes of the docstrings of values: it takes what stands before a colon for a type."""
-    if what in VALUES:
-        lines[:] = _values.pop(name)
-
-
-def hide_long_values(app: Sphinx, doctree: nodes.document) -> None:
-    """Leaves out values that are longer than a line, such as whole tables."""
-    for node in list(doctree.findall(addnodes.desc_annotation)):
-        if len(node.astext()) > MAX_VALUE and node.astext().lstrip().startswith("="):
-            node.parent.remove(node)
-
-
-def shorten_signature(
-    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
-) -> tuple[str | None, str | None] | None:
-    """Hides constructors of records."""
-    return ("", None) if what == "class" and isinstance(obj, type) and _is_record(obj) else None
-
-
-def skip_fields(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Hides descriptors of named tuples' fields, which the class documents itself, and pydantic's settings."""
-    return True if type(obj).__name__ == "_tuplegetter" or name == "model_config" else None
-
-
-def setup(app: Sphinx) -> dict[str, Any]:
-    """Connects to autodoc, before napoleon reads the sections."""
-    for field in PyObject.doc_field_types:
-        if field.name == "variable":
-            field.label = "Attributes"
-    app.connect("autodoc-process-docstring", complete_docstring, priority=400)
-    app.connect("autodoc-process-docstring", restore_values, priority=600)
-    app.connect("doctree-read", hide_long_values)
-    app.connect("autodoc-process-signature", shorten_signature)
-    app.connect("autodoc-skip-member", skip_fields)
-    return {"parallel_read_safe": True}

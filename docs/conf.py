@@ -13,8 +13,7 @@ import api_pages  # noqa: E402  beside this file
 project = "hyla"
 author = "The hyla developers"
 copyright = "the hyla developers"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "api_pages"]
-exclude_patterns = ["build", "images/README.md"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "api_autodoc"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

@@ -52,7 +52,8 @@ class LabelledCodes(NamedTuple):
       layers: number of each layer in `codes`, counted from 0.
       queries: position of each query in `codes`, counted from 0.
       keys: position of each key, likewise.
-      labels: [example, …] each, what the task says of examples; see `labels` of the task.
+      labels: [example, …] each, what the task says of examples; see `labels` of the task. None of examples that the
+        host reads.
       query_labels: [query] each, what the task says of these positions; see `position_labels` of the task.
       key_labels: [key] each, likewise.
     """
@@ -153,10 +154,14 @@ def collect(
     for start in range(0, num_examples, batch_size):
         # The last batch is filled up with examples that are dropped: another size would be compiled anew.
         index = (first + start + np.arange(batch_size)).astype(np.uint32)
-        batch = jax.device_get(_sampled_codes(shape, choice, split, params, tables, seed, index))
+        if task.is_fed:
+            fed = task.fetch(split, config.seeds, index.astype(np.int64), config.data.num_train)
+            codes_of_batch, labels_of_batch = _codes(shape, choice, params, fed.inputs, None), {}
+        else:
+            codes_of_batch, labels_of_batch = _sampled_codes(shape, choice, split, params, tables, seed, index)
         used = min(batch_size, num_examples - start)
-        codes.append(batch[0][:, :used])
-        labels.append({name: values[:used] for name, values in batch[1].items()})
+        codes.append(jax.device_get(codes_of_batch)[:, :used])
+        labels.append({name: np.asarray(values)[:used] for name, values in labels_of_batch.items()})
     positions = task.position_labels()
     return LabelledCodes(
         np.concatenate(codes, axis=1),

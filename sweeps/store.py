@@ -794,11 +794,19 @@ class RequestedTrial(Protocol):
     """What a request records of a trial; a `TrialSpec` is one."""
 
     @property
-    def trial_id(self) -> str: ...
+    def trial_id(self) -> str:
+        """Its identity."""
+        ...
+
     @property
-    def point(self) -> str: ...
+    def point(self) -> str:
+        """Equal for trials that differ only in their seeds."""
+        ...
+
     @property
-    def axes(self) -> Mapping[str, Any]: ...
+    def axes(self) -> Mapping[str, Any]:
+        """The value of each axis as written."""
+        ...
 
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from hyla_core import latents
 from hyla_core.config import TrainConfig
 from hyla_core.latents import collect, latent_codes
 from hyla_core.model import init_params
-from hyla_core.tasks import make_task
+from hyla_core.tasks import Task, make_task
 
 SEQ, DIM, HEADS = 9, 5, 2  # of small_config
 
@@ -159,6 +159,37 @@ def test_collected_examples_are_those_of_the_split_with_their_labels():
         "column": [2],
         "feature": [0],
     }
+
+
+class Fed(Task):
+    """The examples of another task, read on the host."""
+
+    is_fed = True
+
+    def __init__(self, task: Task):
+        self._task = task
+
+    @property
+    def eval_splits(self):
+        return self._task.eval_splits
+
+    def fetch(self, split, seeds, index, num_train):
+        assert index.dtype == np.int64
+        arguments = self._task.tables(seeds.split), split, jax.random.key(seeds.data), index.astype(np.uint32)
+        return jax.device_get(self._task.sample(*arguments))
+
+    def metrics(self, logits, batch):
+        raise AssertionError("no answer is scored here")
+
+
+def test_examples_that_the_host_reads_have_codes_too(monkeypatch):
+    config = two_features()
+    params = random_params(config)
+    expected = collect(config, params, "valid", 4, first=2, queries=-1, keys=0)
+    monkeypatch.setattr(latents, "make_task", lambda task: Fed(make_task(task)))
+    fed = collect(config, params, "valid", 4, first=2, queries=-1, keys=0)
+    np.testing.assert_allclose(fed.codes, expected.codes, rtol=1e-4, atol=1e-5)
+    assert fed.labels == fed.query_labels == fed.key_labels == {}
 
 
 def test_members_of_one_shape_share_the_program():

@@ -4,10 +4,16 @@ import errno
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_training import FakeTrain, checkpoint, write_sweep
 
+from hyla_core import model
 from hyla_core.checkpoint import DamagedCheckpoint
+from hyla_core.config import TrainConfig
+from hyla_core.tasks import make_task
+from hyla_core.tasks.base import seed_rng
+from hyla_core.train import restore_params
 from sweeps import provenance
 from sweeps.cluster import trainable
 from sweeps.cluster.trainable import PackJob, compilation_cache, describe, prepare_jax, run_pack
@@ -315,3 +321,21 @@ def test_a_real_training_goes_on_bit_for_bit(pack, job, store, tmp_path, monkeyp
     assert equal_tables(store, unbroken) == []
     assert (attempts["peak_mem_bytes"] > 2**20).all()
     assert set(attempts["device_kind"]) == {"cpu"}
+
+
+@pytest.mark.slow
+def test_what_a_finished_trial_has_learnt_can_be_restored_from_the_store(pack, job, store):
+    run_pack(pack, job._replace(keep_checkpoints=True))
+    trial_id = ids(pack)[1]
+    row = store.trials().set_index("trial_id").loc[trial_id]
+    config = TrainConfig.from_flat(row.to_dict())
+    assert config.trial_id == trial_id
+    _, data = next(store.load_checkpoints(trial_id))
+    params, step = restore_params(config, data)
+    assert step == 20
+    task = make_task(config.task)
+    index = np.arange(config.data.num_valid, dtype=np.uint32)
+    batch = task.sample(task.tables(config.seeds.split), "valid", seed_rng(config.seeds.data), index)
+    values = task.metrics(model.apply(config, params, batch.inputs), batch)
+    measured = store.final_metrics(splits=["valid"], metrics=["loss"]).query("trial_id == @trial_id")["value"]
+    assert float(np.mean(values["loss"])) == pytest.approx(measured.item(), rel=1e-4)
