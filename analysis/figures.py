@@ -84,6 +84,14 @@ FIGURES = (
         ticks="examples",
     ),
 )
+HELD_OUT_FIGURES = tuple(
+    FigureSpec(name, f"share of {what} held out", f"share of {what} held out of training", (axis,), (axis,), "values")
+    for name, what, axis in (
+        ("held_out_combinations", "combinations", "task.test_fraction"),
+        ("held_out_parts", "parts or combinations", "task.ood_fraction"),
+    )
+)
+"""Drawn where the sweep has an axis for them."""
 
 
 class VariantStyle(NamedTuple):
@@ -103,10 +111,18 @@ VARIANT_STYLES = {
     "hyla_linear": VariantStyle("HYLA, linear values", "#D55E00", "P"),
     "hyla_linear_no_rms": VariantStyle("HYLA, linear values, without RMS", "#666666", "X"),
     "hyla_softmax": VariantStyle("HYLA, softmax over keys", "#000000", "*"),
+    "hyla_gated": VariantStyle("HYLA, gated", "#882255", "<"),
 }
-SPARE_STYLES = (("#882255", "<"), ("#44AA99", ">"), ("#999933", "p"), ("#332288", "h"))  # variants added later
+SPARE_STYLES = (("#44AA99", ">"), ("#999933", "p"), ("#332288", "h"))  # variants added later
 
-AXIS_LABELS = {FRACTION: "training fraction", "data.num_train": "training examples", "data.passes": "passes"}
+AXIS_LABELS = {
+    FRACTION: "training fraction",
+    "data.num_train": "training examples",
+    "data.passes": "passes",
+    "task.num_context": "examples in context",
+    "task.test_fraction": "held-out combinations",
+    "task.ood_fraction": "held-out parts",
+}
 METRIC_LABELS = {
     "accuracy_per_feature": "accuracy per feature",
     "accuracy": "accuracy (all features)",
@@ -115,8 +131,15 @@ METRIC_LABELS = {
 }
 X_LABELS = {"model.emb_dim": "embedding width", "model.num_layers": "layers"}  # where axes name sizes themselves
 SPLIT_LABELS = {"ood": "held-out", "valid": "in-distribution", "test": "test"}
+TASK_LABELS = {"sraven": "SRAVEN", "fuzzy_logic": "fuzzy logic", "language": "language modelling"}
+# What the task calls its parts; elsewhere the general words hold.
+TASK_SPLIT_LABELS = {
+    ("fuzzy_logic", "ood"): "held-out conjunctions,",
+    ("fuzzy_logic", "test"): "held-out combinations,",
+}
+TASK_METRIC_LABELS = {("fuzzy_logic", "loss"): "squared error"}
 # What a law is fitted to.
-ERROR_OF = {"accuracy": "1 − accuracy", "accuracy_per_feature": "1 − accuracy", "loss": "loss"}
+ERROR_OF = {"accuracy": "1 − accuracy", "accuracy_per_feature": "1 − accuracy", "r2": "1 − R²", "loss": "loss"}
 
 
 class NoFigure(Exception):
@@ -195,7 +218,7 @@ def _fit(part: pd.DataFrame, panel_axes: Sequence[str], value: str) -> PanelFit:
     if metric in ERROR_OF:
         fit = fit_power_law(used["x"], used["mean"] if metric == "loss" else 1 - used["mean"])
     else:
-        fit = fit_power_law([], [])._replace(why_not=f"{metric} is neither an accuracy nor a loss")
+        fit = fit_power_law([], [])._replace(why_not=f"{metric} is neither an accuracy, nor R², nor a loss")
     panel = {axis: first[axis] for axis in panel_axes}
     return PanelFit(first[ATTENTION], panel, ERROR_OF.get(metric, metric), fit)
 
@@ -262,7 +285,7 @@ def draw(plot: Plot, frame: SweepFrame, value: str, *, show_valid: bool = False)
         canvas = _Canvas(
             num_rows=len(rows),
             num_columns=len(columns),
-            title=f"{_value_label(value)} against {plot.spec.against}",
+            title=f"{_value_label(value, frame)} against {plot.spec.against}",
             subtitle=_subtitle(plot, frame),
             legend=_legend([plot], show_valid=show_valid),
             headers=plot.column_axis is not None,
@@ -281,7 +304,7 @@ def draw(plot: Plot, frame: SweepFrame, value: str, *, show_valid: bool = False)
                     axes.set_title(panel_text(column), fontsize=7.5, pad=4)
                 if c == len(columns) - 1 and row:
                     canvas.row_label(axes, panel_text(row))
-        canvas.label(plot.x_label, _value_label(value, short=True))
+        canvas.label(plot.x_label, _value_label(value, frame, short=True))
     return canvas.figure
 
 
@@ -305,7 +328,7 @@ def draw_overview(
         canvas = _Canvas(
             num_rows=-(-num_panels // num_columns),
             num_columns=num_columns,
-            title=f"{_value_label(value)}: overview",
+            title=f"{_value_label(value, frame)}: overview",
             subtitle=f"{_context(frame)} Each panel at the largest value of the axes that it does not show.",
             legend=_legend(plots, show_valid=show_valid),
             headers=True,
@@ -323,12 +346,14 @@ def draw_overview(
                 header = panel_text(panel) + (", all sizes" if plot.spec.frontier else "")
                 header, x_label = header.removeprefix(", "), plot.x_label
             else:
-                header, x_label = "all cells (line: no gap)", _draw_gap(axes, cells, value, y_limits)
+                _draw_gap(axes, cells, value, y_limits)
+                header = "all cells (line: no gap)"
+                x_label = _value_label(f"valid/{value.split('/')[1]}", frame, short=True)
             _y_axis(axes, value, y_limits)
             axes.tick_params(labelleft=position % num_columns == 0)
             axes.set_xlabel(x_label, labelpad=2, fontsize=7)
             axes.set_title(header, fontsize=7.5, pad=4)
-        canvas.label("", _value_label(value, short=True))
+        canvas.label("", _value_label(value, frame, short=True))
     return canvas.figure
 
 
@@ -338,12 +363,8 @@ def has_gap(cells: pd.DataFrame, value: str) -> bool:
     return split != "valid" and f"valid/{metric}" in cells and bool(cells[f"valid/{metric}"].notna().any())
 
 
-def _draw_gap(axes: Axes, cells: pd.DataFrame, value: str, y_limits: tuple[float, float]) -> str:
-    """Every cell, held-out against in-distribution; generalisation falls short below the diagonal.
-
-    Returns:
-      The label of the x axis.
-    """
+def _draw_gap(axes: Axes, cells: pd.DataFrame, value: str, y_limits: tuple[float, float]) -> None:
+    """Every cell, held-out against in-distribution; generalisation falls short below the diagonal."""
     valid = f"valid/{value.split('/')[1]}"
     for variant in variants(cells):
         rows = cells[(cells[ATTENTION] == variant) & cells["mean"].notna()]
@@ -361,7 +382,6 @@ def _draw_gap(axes: Axes, cells: pd.DataFrame, value: str, y_limits: tuple[float
     else:
         axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.set_xlim(low, high)
-    return _value_label(valid, short=True)
 
 
 def largest_panel(plot: Plot) -> dict[str, Any]:
@@ -754,17 +774,25 @@ def level_text(level: Any) -> str:
     return f"{level:,g}" if isinstance(level, float) else f"{level:,}" if type(level) is int else str(level)
 
 
-def _value_label(value: str, *, short: bool = False) -> str:
+def _value_label(value: str, frame: SweepFrame, *, short: bool = False) -> str:
     split, metric = value.split("/")
-    text = f"{SPLIT_LABELS.get(split, split)} {METRIC_LABELS.get(metric, metric.replace('_', ' '))}"
+    tasks = _tasks(frame)
+    task = tasks[0] if len(tasks) == 1 else ""
+    metric_text = METRIC_LABELS.get(metric, metric.replace("_", " "))
+    metric_text = TASK_METRIC_LABELS.get((task, metric), metric_text)
+    text = f"{TASK_SPLIT_LABELS.get((task, split), SPLIT_LABELS.get(split, split))} {metric_text}"
     return text if short else text[0].upper() + text[1:]
 
 
+def _tasks(frame: SweepFrame) -> list[str]:
+    return [str(name) for name in frame.trials["task.name"].dropna().unique()]
+
+
 def _context(frame: SweepFrame) -> str:
-    tasks = ", ".join(str(name) for name in frame.trials["task.name"].dropna().unique())
+    tasks = ", ".join(TASK_LABELS.get(name, name) for name in _tasks(frame))
     chosen = ", ".join(axis_label(axis) for axis in frame.select_over)
     how = f" {chosen[0].upper() + chosen[1:]} chosen on the in-distribution split." if chosen else ""
-    return f"{tasks.upper() if tasks == 'sraven' else tasks}, sweep {frame.sweep}. Mean over seeds.{how}"
+    return f"{tasks[:1].upper() + tasks[1:]}, sweep {frame.sweep}. Mean over seeds.{how}"
 
 
 def _subtitle(plot: Plot, frame: SweepFrame) -> str:

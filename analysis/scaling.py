@@ -1,4 +1,4 @@
-"""Draws a sweep's scaling curves: held-out accuracy against width, depth, parameters, FLOPs and training-set size.
+"""Draws a sweep's scaling curves: held-out accuracy, R² or loss against width, depth, parameters, FLOPs and data.
 
     python analysis/scaling.py [STORE] [--sweep NAME] [--metric METRIC] [--out DIR] [--json]
 
@@ -61,8 +61,28 @@ def choose_store(named: str | None, environment: str | None) -> Chosen:
     )
 
 
+METRICS = ("accuracy_per_feature", "r2", "loss")
+SPLITS = ("ood", "test", "valid")
+"""What is drawn where nobody says: the first of each that the sweep measured."""
+
+
+def default_value(measured: Sequence[str], metric: str | None, split: str | None) -> str:
+    """The metric on the y axis, `<split>/<metric>`, where a part of it, or neither, was asked for.
+
+    Args:
+      measured: what there is, `<split>/<metric>` each.
+      metric: what was asked for; None: accuracy per feature, else R², else the loss.
+      split: what was asked for; None: what is held out, parts before combinations of them, else what was seen.
+
+    Returns:
+      One of `measured`, or what was asked for though it is not among them.
+    """
+    wanted = [f"{s}/{m}" for m in ([metric] if metric else METRICS) for s in ([split] if split else SPLITS)]
+    return next((value for value in wanted if value in measured), wanted[0])
+
+
 def analyse(
-    store: Chosen, sweep: str | None, metric: str, split: str, out: Path | None, show_valid: bool
+    store: Chosen, sweep: str | None, metric: str | None, split: str | None, out: Path | None, show_valid: bool
 ) -> dict[str, Any]:
     """Reads the sweep, draws and writes its figures, and says what was found, in values that JSON can hold.
 
@@ -70,7 +90,7 @@ def analyse(
       NothingToShow, StoreError: in one line.
     """
     frame = load_sweep(Store.open(store.path), sweep)
-    value = f"{split}/{metric}"
+    value = default_value(frame.measured, metric, split)
     if value not in frame.measured:
         raise NothingToShow(f"{store.path}: sweep {frame.sweep} measured no {value}; choose one of {frame.measured}")
     cells = select_points(points_of(frame, value), frame.cell_axes)
@@ -79,7 +99,8 @@ def analyse(
 
     plots: list[Plot] = []
     skipped = []
-    for spec in figures.FIGURES:
+    held_out = [spec for spec in figures.HELD_OUT_FIGURES if spec.x_columns[0] in frame.axes]
+    for spec in (*figures.FIGURES, *held_out):
         try:
             plots.append(figures.plot_data(cells, spec, frame, value))
         except NoFigure as reason:
@@ -363,8 +384,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="results folder; default: HYLA_STORE, else results/, else results-tiny/",
     )
     parser.add_argument("--sweep", metavar="NAME", help="default: the sweep of the store that was requested last")
-    parser.add_argument("--metric", default="accuracy_per_feature", help="y axis (default: %(default)s)")
-    parser.add_argument("--split", default="ood", help="evaluation split of the y axis (default: %(default)s)")
+    parser.add_argument("--metric", help=f"y axis; default: the first of {', '.join(METRICS)} that there is")
+    parser.add_argument("--split", help=f"evaluation split of the y axis; default: the first of {', '.join(SPLITS)}")
     parser.add_argument("--valid", action="store_true", help="add the in-distribution metric as faint dashed lines")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: figures/NAME/")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

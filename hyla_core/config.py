@@ -114,7 +114,7 @@ class FuzzyLogicConfig(Config):
     name: Literal["fuzzy_logic"]
     num_variables: Annotated[int, Field(ge=1, le=16)] = 4
     num_terms: PositiveInt = 2
-    num_context: PositiveInt = 63  # examples before the query, so that a sequence has one token more
+    num_context: PositiveInt = 15  # examples before the query, so that a sequence has one token more
     test_fraction: Fraction = 0.5  # share of the functions of seen conjunctions held out of training, split `test`
     ood_fraction: Fraction = 0.25  # share of the conjunctions held out of training, split `ood`
 

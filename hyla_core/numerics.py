@@ -40,9 +40,12 @@ def _rounded_product(spec: str, dtypes: tuple[Any, Any], left: Array, right: Arr
     return _forward(spec, dtypes, left, right)[0]
 
 
+def _narrower(dtypes: tuple[Any, Any]) -> Any:
+    return min(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
+
+
 def _forward(spec: str, dtypes: tuple[Any, Any], left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
-    narrow = min(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
-    factors = left.astype(narrow), right.astype(narrow)
+    factors = _rounded(left, _narrower(dtypes)), _rounded(right, _narrower(dtypes))
     return jnp.einsum(spec, *factors, preferred_element_type=jnp.float32), factors
 
 
@@ -51,10 +54,19 @@ def _backward(spec: str, dtypes: tuple[Any, Any], factors: tuple[Array, Array], 
     # be made float32 first, at several times the cost.
     left, right = factors
     left_axes, right_axes, result_axes = spec.replace("->", ",").split(",")
-    grad = grad.astype(left.dtype)
+    grad = _rounded(grad, _narrower(dtypes))
     left_grad = jnp.einsum(f"{result_axes},{right_axes}->{left_axes}", grad, right, preferred_element_type=jnp.float32)
     right_grad = jnp.einsum(f"{left_axes},{result_axes}->{right_axes}", left, grad, preferred_element_type=jnp.float32)
     return left_grad.astype(dtypes[0]), right_grad.astype(dtypes[1])
+
+
+def _rounded(factor: Array, dtype: Any) -> Array:
+    if jax.default_backend() != "cpu":
+        return factor.astype(dtype)
+    # Most cores lack bfloat16, and XLA's CPU compiler fails on some products of it ("Unsupported element type for
+    # DotThunk"). There, numbers are rounded alike and stay float32, so that products and sums are the same.
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(factor.astype(jnp.float32), exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
 _rounded_product.defvjp(_forward, _backward)

@@ -230,7 +230,7 @@ class _Rates:
         if measured:
             return trial_flops(config) / measured  # evaluations included: so are they in the seconds measured
         steps = len(self.run.eval_steps(config.data.num_steps))
-        examples = steps * (config.data.num_valid + config.data.num_ood)
+        examples = steps * (config.data.num_valid + config.data.num_test + config.data.num_ood)
         flops = trial_flops(config) + FORWARD_SHARE * examples * train_flops_per_example(config)
         return flops / (self.device.flops_per_s(config.numerics.dtype) * devices_per_slot(self.run, self.device))
 

@@ -604,8 +604,9 @@ def _yaml_text(value: Any) -> str:
 _TINY_SIZES: dict[str, list[Any]] = {
     "task.num_features": [2, 3],
     "task.permute_features": [False],
-    "task.text": ["builtin"],
-    "task.valid_text": [None],
+    "task.num_variables": [3, 4],
+    "task.num_terms": [2, 1],
+    "task.num_context": [15, 31],
     "task.vocab_size": [512, 1024],
     "task.seq_len": [32, 64],
     "data.num_train": [12_800, 6_400],
@@ -614,6 +615,7 @@ _TINY_SIZES: dict[str, list[Any]] = {
     "data.num_steps": [200, 100],
     "data.num_valid": [1024, 512],
     "data.num_ood": [1024, 512],
+    "data.num_test": [1024, 512],
     "model.emb_dim": [32, 64],
     "model.num_heads": [4, 2],
     "model.num_layers": [1, 2],
@@ -624,6 +626,15 @@ _TINY_SIZES: dict[str, list[Any]] = {
     "model.depth": [1, 2],
     "optim.batch_size": [64, 32],
     "optim.warmup_steps": [10, 5],
+}
+
+_TINY_TEXT = {
+    # Needs no download, and is that small.
+    "task.text": "builtin",
+    "task.valid_text": None,
+    "task.valid_fraction": 0.2,
+    "data.num_train": 4000,
+    "data.num_valid": 100,
 }
 
 
@@ -637,8 +648,11 @@ def default_tiny(spec: SweepSpec) -> dict[str, Any]:
         name: values[0]
         for name, values in _TINY_SIZES.items()
         # A sweep that evaluates nothing held out goes on doing so.
-        if name in spec.flat_settings and not (name == "data.num_ood" and spec.flat_settings[name] == 0)
+        if name in spec.flat_settings
+        and not (name in ("data.num_ood", "data.num_test") and spec.flat_settings[name] == 0)
     }
+    if spec.flat_settings.get("task.name") == "language":
+        changes |= _TINY_TEXT
     for name, written in spec.axes.items():
         values = _TINY_SIZES.get(name, written)
         if name in spec.select_over:

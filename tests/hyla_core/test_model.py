@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from golden_files import flattened
 from jaxprs import equations
-from model_cases import small_config
+from model_cases import MODEL_OPTIONS, small_config
 from quick_jit import quick_jit
 
 from hyla_core.attention.variants import VARIANTS
@@ -80,18 +80,75 @@ def test_without_a_causal_mask_every_position_sees_every_other():
     assert (np.abs(jacobian).sum(axis=(1, 3)) > 0).all()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_position_that_the_mask_hides_has_no_influence(causal):
-    config = small_config(num_layers=1, causal=causal)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("option", MODEL_OPTIONS)
+def test_causality_of_two_layers_with_every_option(name, option):
+    config = small_config(**{"attention": name, **MODEL_OPTIONS[option], "causal": True})
     params = random_params(config)
-    logits = quick_jit(lambda inputs, mask: apply(config, params, inputs, mask=mask[None, None, None]))
+    response = np.abs(quick_jit(jax.jacfwd(lambda x: apply(config, params, x[None])[0]))(batch(1)[0])).sum(axis=(1, 3))
+    later = np.triu(np.ones((SEQ, SEQ), dtype=bool), k=1)
+    np.testing.assert_array_equal(response[later], 0)
+    seen = np.eye(SEQ, dtype=bool) if config.model.block == "mlp_only" else ~later
+    assert (response[seen] > 0).all()
+
+
+@cache
+def masked_logits(attention: str, causal: bool = False) -> Callable[..., Any]:
+    """Of (params, inputs, mask)."""
+    config = small_config(attention=attention, causal=causal, num_layers=1, num_heads=3, qk_dim=6, v_dim=12)
+    logits = quick_jit(lambda params, inputs, mask: apply(config, params, inputs, mask=mask))
+    params = random_params(config)
+    return lambda inputs, mask: np.asarray(logits(params, inputs, np.broadcast_to(mask, (2, 3, SEQ, SEQ))))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_padding_has_no_influence(name):
+    """Each example has padding of its own: [batch, 1, 1, key]."""
+    logits = masked_logits(name)
+    seen = np.ones((2, SEQ), dtype=bool)
+    seen[0, [3, 7]] = seen[1, 0] = False
+    inputs, changed = batch(), batch()
+    changed[~seen] += 1
+    first, second = (logits(x, seen[:, None, None])[seen] for x in (inputs, changed))
+    np.testing.assert_array_equal(first, second)
+    everyone = np.ones((2, 1, 1, SEQ), dtype=bool)
+    assert np.any(logits(inputs, everyone) != logits(changed, everyone), axis=-1).all()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_mask_may_differ_by_example_head_and_query(name):
+    """A key sways exactly the queries that see it with at least one head."""
+    logits = masked_logits(name)
+    mask = np.random.default_rng(0).random((2, 3, SEQ, SEQ)) < 0.25
     position = np.arange(SEQ)
-    hidden, all_seen, others = position != 3, position >= 0, position != 3
+    mask[..., position, position] = True  # every query sees a key, itself
+    for key in (0, 4, 8):
+        inputs, changed = batch(), batch()
+        changed[:, key] += 1
+        swayed = np.any(logits(inputs, mask) != logits(changed, mask), axis=-1)
+        np.testing.assert_array_equal(swayed, mask[..., key].any(axis=1))
+
+
+@pytest.mark.parametrize("name", ["hyla_gated"])
+def test_a_mask_comes_on_top_of_the_causal_one(name):
+    logits = masked_logits(name, causal=True)
+    position = np.arange(SEQ)
     inputs, changed = batch(), batch()
     changed[:, 3] += 1
-    np.testing.assert_array_equal(logits(inputs, hidden)[:, others], logits(changed, hidden)[:, others])
-    swayed = np.any(logits(inputs, all_seen) != logits(changed, all_seen), axis=(0, 2))
-    np.testing.assert_array_equal(swayed, position >= 3 if causal else all_seen)
+    for mask, swayed in ((position != 3, position == 3), (position >= 0, position >= 3)):
+        moved = np.any(logits(inputs, mask) != logits(changed, mask), axis=(0, 2))
+        np.testing.assert_array_equal(moved, swayed)
+
+
+@pytest.mark.parametrize("shape", [(SEQ,), (SEQ, SEQ), (2, 1, 1, SEQ), (1, 3, SEQ, 1)])
+def test_a_mask_of_any_shape_that_broadcasts_means_its_broadcast(shape):
+    config = small_config(attention="linear", num_layers=1, num_heads=3, qk_dim=6, v_dim=12)
+    params, mask = random_params(config), np.random.default_rng(1).random(shape) < 0.6
+    logits, same = (
+        apply(config, params, batch(), mask=array) for array in (mask, np.broadcast_to(mask, (2, 3, SEQ, SEQ)))
+    )
+    np.testing.assert_allclose(logits, same, rtol=1e-5, atol=1e-5)
 
 
 def test_a_shared_block_is_the_same_block_in_every_layer():

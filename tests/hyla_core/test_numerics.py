@@ -1,15 +1,20 @@
 """Products with rounded factors against the same products in float64."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Jaxpr
 from jaxprs import equations
 from model_cases import MODEL_OPTIONS, small_config
 
 from hyla_core import optim
 from hyla_core.attention.variants import VARIANTS
-from hyla_core.model import apply, init_params
+from hyla_core.config import TrainConfig
+from hyla_core.model import Transformer, apply, init_params
 from hyla_core.numerics import Dense, dot_general, product
 from hyla_core.optim import Hyperparams
 from hyla_core.tasks import make_task
@@ -82,10 +87,8 @@ def test_a_dense_layer_in_bfloat16_rounds_once_and_gives_its_parameters_exact_gr
     np.testing.assert_allclose(grads["kernel"][..., 0, 0], x.sum(axis=0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [*({"attention": name} for name in VARIANTS), *MODEL_OPTIONS.values()], ids=str)
-def test_a_training_step_in_bfloat16_keeps_its_sums_in_float32(options):
-    """Loss, gradients and optimiser, as `train` traces them."""
-    config = small_config(**options, numerics={"dtype": "bfloat16"})
+def training_step(config: TrainConfig) -> Callable[[jax.Array], Any]:
+    """Of a key: what `train` traces for one step: an example batch, loss, gradients and optimiser."""
     task = make_task(config.task)
     hyperparams = Hyperparams(peak_lr=1e-3, weight_decay=0.1, warmup_steps=2, num_steps=10)
 
@@ -99,16 +102,72 @@ def test_a_training_step_in_bfloat16_keeps_its_sums_in_float32(options):
 
         return gradient_step(loss, params, optim.init(params, config.optim), jnp.uint32(1), hyperparams, config.optim)
 
-    params, opt_state, metrics = jax.eval_shape(step, jax.random.key(0))
-    rounded_products = 0
-    for equation in equations(jax.make_jaxpr(step)(jax.random.key(0)).jaxpr):
+    return step
+
+
+def assert_sums_are_float32(program: Jaxpr) -> int:
+    """The number of products of two bfloat16 factors."""
+    num_products = 0
+    for equation in equations(program):
         name = equation.primitive.name
         dtypes = {variable.aval.dtype for variable in equation.outvars}
         if name == "dot_general":
             assert dtypes == {np.dtype(np.float32)}
-            rounded_products += {variable.aval.dtype for variable in equation.invars} == {np.dtype(jnp.bfloat16)}
+            num_products += {variable.aval.dtype for variable in equation.invars} == {np.dtype(jnp.bfloat16)}
         elif name in SUMS + NORMS_AND_SOFTMAX:
             assert np.dtype(jnp.bfloat16) not in dtypes, equation
-    assert rounded_products >= 3 * config.model.num_layers  # each layer has one at least, and its two gradients
-    leaves = jax.tree.leaves((params, opt_state, metrics))
-    assert {leaf.dtype for leaf in leaves} <= {np.dtype(np.float32), np.dtype(np.int32)}
+    return num_products
+
+
+QUICK_CASES: list[dict[str, Any]] = [  # each value network, and every option at least once
+    {"attention": "softmax", "normalize_qk": True, "dropout": 0.1, "attention_dropout": 0.1},
+    {"attention": "linear_rms", "feedforward": "swiglu", "norm": "rms", "causal": True},
+    {"attention": "hyla", "share_layers": True, "block": "mlp_first"},
+    {"attention": "hyla_gated", "absolute_position": True, "relative_position": False, "num_layers": 1},
+]
+ALL_CASES = [
+    pytest.param({"attention": name, **options}, id=f"{name}-{option}", marks=pytest.mark.slow)
+    for name in VARIANTS
+    for option, options in MODEL_OPTIONS.items()
+]
+
+
+@pytest.mark.parametrize("options", QUICK_CASES + ALL_CASES)
+def test_a_training_step_in_bfloat16_keeps_its_sums_in_float32(options, monkeypatch):
+    config = small_config(**options, numerics={"dtype": "bfloat16"})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # traced only
+    step = training_step(config)
+    num_products = assert_sums_are_float32(jax.make_jaxpr(step)(jax.random.key(0)).jaxpr)
+    num_float32 = sum(
+        equation.primitive.name == "dot_general"
+        for equation in equations(jax.make_jaxpr(training_step(small_config(**options)))(jax.random.key(0)).jaxpr)
+    )
+    assert num_products == num_float32 - 3  # all but those of the readout
+    assert {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(step, jax.random.key(0)))} <= {
+        np.dtype(np.float32),
+        np.dtype(np.int32),  # of the optimiser's count
+    }
+
+
+@pytest.mark.parametrize("output_dim", [None, 3])
+def test_a_language_model_in_bfloat16_keeps_its_sums_in_float32(output_dim, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    model = Transformer(small_config(absolute_position=True).model, output_dim, vocab_size=17, dtype="bfloat16")
+    tokens = jnp.zeros((2, 4), jnp.int32)
+
+    def loss(rng):
+        params = model.init(rng, tokens, deterministic=True)["params"]
+        return jax.grad(lambda params: model.apply({"params": params}, tokens, deterministic=True).mean())(params)
+
+    program = jax.make_jaxpr(loss)(jax.random.key(0)).jaxpr
+    assert assert_sums_are_float32(program) > 0
+    # The gradient of the table is a sum over places in the text.
+    assert any(equation.primitive.name == "scatter-add" for equation in equations(program))
+
+
+def test_on_a_cpu_factors_are_rounded_alike_and_stay_float32():
+    """XLA's CPU compiler refuses some products of bfloat16."""
+    step = training_step(small_config(numerics={"dtype": "bfloat16"}, num_layers=1))
+    assert assert_sums_are_float32(jax.make_jaxpr(step)(jax.random.key(0)).jaxpr) == 0
+    numbers = jnp.float32([1 + 2**-8 + 2**-20, 3.0])
+    assert product("a,a->a", numbers, jnp.bfloat16([1, 1])).tolist() == [1 + 2**-7, 3.0]

@@ -110,7 +110,9 @@ def test_too_little_text_is_named(monkeypatch):
     data = {"num_train": 2, "num_steps": 1, "num_valid": 2, "num_ood": 0}
     check_enough(TrainConfig.model_validate({**fields, "data": data}))
     for name, where in (("num_train", "training"), ("num_valid", "validation")):
-        message = f"data.{name}=3 is more than the 2 sequences of task.seq_len=4 tokens that task.text=x holds for {where}"
+        message = (
+            f"data.{name}=3 is more than the 2 sequences of task.seq_len=4 tokens that task.text=x holds for {where}"
+        )
         with pytest.raises(ValueError, match=message):
             check_enough(TrainConfig.model_validate({**fields, "data": data | {name: 3}}))
     with pytest.raises(ValueError, match=r"model\.causal=False lets task\.name='language' see what it predicts"):

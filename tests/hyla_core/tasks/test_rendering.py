@@ -1,7 +1,8 @@
 import numpy as np
 
 from hyla_core.config import SravenConfig
-from hyla_core.tasks.rendering import describe
+from hyla_core.tasks.fuzzy_logic import Functions
+from hyla_core.tasks.rendering import describe, describe_function
 from hyla_core.tasks.sraven import Instances
 
 
@@ -36,4 +37,19 @@ def test_describe_leaves_out_the_shuffle_where_there_is_none():
         "answer: 5",
         "rules, before features are shuffled:",
         "  feature 0: constant",
+    ]
+
+
+def test_describe_function_shows_the_function_its_context_and_the_query():
+    inputs = np.array([[[0.5, 0.25], [0.125, 1.0], [0.75, 0.0]]] * 2)
+    latents = np.array([[[0, 0], [1, 1]], [[0, 1], [1, 0]]])
+    drawn = Functions(inputs, np.array([[0, 0, 0], [0.5, 0.875, 0.75]]), np.array([[0, 3], [1, 2]]), latents)
+    assert describe_function(drawn, 1, max_rows=1).splitlines() == [
+        "f(x) = (¬x0 ∧ x1) ∨ (x0 ∧ ¬x1)",
+        "context, 2 points:",
+        "  0.500 0.250 → 0.500",
+        "  … and 1 more",
+        "query:",
+        "  0.750 0.000 → ?",
+        "answer: 0.750",
     ]

@@ -18,7 +18,7 @@ from hyla_core.tasks.base import STREAMS
 from hyla_core.tasks.sraven import INCREMENTS, RULES, Instances, Sraven
 
 # (num_features, num_values, grid_size, permute_features): each shape compiles once; hypothesis draws the rest.
-SHAPES = ((4, 8, 3, True), (2, 5, 4, True), (3, 3, 3, False))
+SHAPES = ((4, 8, 3, True), (2, 5, 4, True), (3, 3, 3, False), (1, 5, 5, True), (8, 16, 3, True))
 BATCH = 200  # one size for nearly all tests, since each size compiles
 
 
