@@ -60,11 +60,11 @@ def test_sequences_are_those_of_a_slow_version(lengths, seq_len, packed, own_tex
             "train": [document for number, document in enumerate(every) if number not in held_out],
             "valid": [document for number, document in enumerate(every) if number in held_out],
         }
-    for split, sequences in found.items():
+    for split, ours in found.items():
         expected = slow_sequences(chosen[split], seq_len, packed)
-        assert len(sequences) == len(expected)
+        assert len(ours) == len(expected)
         if expected:
-            np.testing.assert_array_equal(sequences.read(np.arange(len(expected))), expected)
+            np.testing.assert_array_equal(ours.read(np.arange(len(expected))), expected)
 
 
 @settings(max_examples=80, deadline=None)
