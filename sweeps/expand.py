@@ -195,6 +195,8 @@ def _resolved_data(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _resolved_text(fields: Mapping[str, Any], root: Path) -> dict[str, Any]:
     """A `task` section with its texts under their full paths, and the hashes of what they hold."""
     fields = dict(fields)
+    if fields.get("text") is None:
+        raise _BadCombination(["task.text is missing: a file, folder or glob of text, or 'builtin'"])
     for name, hashed in (("text", "text_sha256"), ("valid_text", "valid_sha256")):
         text = fields.get(name)
         if text is None:

@@ -13,6 +13,8 @@ FORBIDDEN = {
     "hyla_core.config": {"jax", "flax", "ray", "yaml", "pandas", "sweeps"},
     "hyla_core.counts": {"jax", "flax", "ray", "yaml", "pandas", "sweeps"},
     "hyla_core.train": {"ray", "sweeps", "pandas", "analysis"},  # flax itself loads yaml
+    "hyla_core.corpus": {"jax", "flax", "ray", "yaml", "pandas", "pyarrow", "sweeps"},
+    "hyla_core.sequences": {"jax", "flax", "ray", "yaml", "pandas", "pyarrow", "tokenizers", "sweeps"},
     "hyla_core.latents": {"ray", "sweeps", "pandas", "sklearn", "analysis"},
     "hyla_core.tasks": {"ray", "sweeps", "pandas", "analysis"},
     "sweeps.spec": {"jax", "flax", "ray", "analysis"},

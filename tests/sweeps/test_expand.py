@@ -333,3 +333,75 @@ def test_a_slip_that_makes_millions_of_trials_is_refused(trials_of: Expand) -> N
     seeds = list(range(1001))
     with pytest.raises(SpecError, match=r"axes make 1,002,001 trials; at most 1,000,000 are allowed"):
         trials_of(axes={"seed": seeds, "seeds.init": seeds})
+
+
+def language(folder: Path, task: str, extra: str = "") -> list[TrialSpec]:
+    text = f"""
+name: language
+task: {{name: language, {task}}}
+data: {{num_train: 100, num_steps: 10, num_valid: 10, num_ood: 0}}
+model: {{attention: hyla, causal: true, emb_dim: 8, num_heads: 2, qk_dim: 8, v_dim: 8, mlp_dim: 8, depth: 1}}
+optim: {{name: adamw, batch_size: 8, peak_lr: 1e-3, weight_decay: 0, warmup_steps: 2}}
+seed: 0
+{extra}
+"""
+    return expand_text(folder, text)
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch) -> Path:
+    """A project of its own, with two texts."""
+    monkeypatch.setenv("HYLA_CACHE", str(tmp_path / "cache"))
+    project = tmp_path / "project"
+    (project / "data").mkdir(parents=True)
+    (project / "sweeps").mkdir()
+    (project / "pyproject.toml").write_text("")
+    (project / "data" / "train.txt").write_text("some text")
+    (project / "data" / "valid.txt").write_text("other text")
+    return project
+
+
+def test_texts_are_found_from_the_projects_root_and_named_by_their_content(texts, monkeypatch):
+    (trial,) = language(texts / "sweeps", "text: data/train.txt, valid_text: data/valid.txt")
+    task = trial.config.task
+    assert task.text == str(texts / "data" / "train.txt")
+    # The hash of the list of the files' hashes.
+    of_file = hashlib.sha256(b"some text").hexdigest()
+    assert task.text_sha256 == hashlib.sha256(of_file.encode()).hexdigest()
+    assert trial.config.model.max_distance == task.seq_len == 128
+
+    monkeypatch.chdir(texts / "data")
+    (elsewhere,) = language(texts / "sweeps", f"text: {texts}/data/../data/train.txt, valid_text: data/valid.txt")
+    assert (elsewhere.trial_id, elsewhere.point) == (trial.trial_id, trial.point)
+    (texts / "data" / "valid.txt").write_text("changed")
+    (changed,) = language(texts / "sweeps", "text: data/train.txt, valid_text: data/valid.txt")
+    assert changed.trial_id != trial.trial_id
+    assert changed.point != trial.point
+
+
+@pytest.mark.parametrize(
+    ("task", "extra", "message"),
+    [
+        ("text: data/*.parquet", "", "/data/*.parquet: no text there; it must be a file, folder or glob of .txt"),
+        (f"text: builtin, text_sha256: '{'0' * 64}'", "", "is not the SHA-256 of builtin, which is "),
+        ("text: builtin, seq_len: 1", "", "task.seq_len=1 is not allowed"),
+        ("text: builtin, vocab_size: 100", "", "task.vocab_size=100 is not allowed"),
+        ("text: builtin, valid_fraction: 0", "", "leaves nothing for validation"),
+        ("text: builtin, documents: page", "", "task.documents='page' is unknown; choose one of ['file', 'line'"),
+        ("vocab_size: 300", "", "task.text is missing"),
+    ],
+)
+def test_wrong_texts_are_one_line_with_their_place(texts, task, extra, message):
+    with pytest.raises(SpecError) as error:
+        language(texts / "sweeps", task, extra)
+    assert message in str(error.value)
+    assert re.match(r"\S+sweep\.yaml:\d+: ", str(error.value))
+    assert "\n" not in str(error.value)
+
+
+def test_a_tiny_form_without_a_section_of_its_own_takes_the_builtin_text(texts):
+    path = texts / "sweeps" / "sweep.yaml"
+    language(texts / "sweeps", "text: data/train.txt")
+    (trial,) = expand(load_sweep(path, tiny=True))
+    assert trial.config.task.text == "builtin"
+    assert (trial.config.data.num_train, trial.config.data.num_valid) == (4000, 100)
