@@ -177,7 +177,7 @@ BAD = [
     ("name: good", "name: good\nmodle: {emb_dim: 3}", 2, "modle is unknown; did you mean model?"),
     ("task: {name: sraven, num_features: 2}\n", "\n", 1, "task.name is missing"),
     ("name: sraven, ", "", 2, "task.name is missing"),
-    ("name: sraven", "name: ravens", 2, "task.name='ravens' is unknown; choose one of ['sraven', 'fuzzy_logic', 'language']"),
+    ("name: sraven", "name: ravens", 2, "task.name='ravens' is unknown; choose one of ['sraven', 'fuzzy_logic', 'la"),
     ("num_features: 2", "num_features: 0", 2, "task.num_features=0 is not allowed: it must be greater than 0"),
     ("num_features: 2", "num_features: two", 2, "task.num_features='two' is not a whole number"),
     ("num_features: 2", "num_features: '2'", 2, "task.num_features='2' is not a whole number"),
