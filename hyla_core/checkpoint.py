@@ -106,10 +106,19 @@ def _digest(prefix: bytes, payload: bytes | memoryview) -> bytes:
 
 def _fitted(found: Any, like: Any, step: int) -> Any:
     """A state dict in the form of `like`, once both are found to have the same structure."""
-    difference = _first_difference(found, serialization.to_state_dict(like))
+    check_structure(found, serialization.to_state_dict(like), step)
+    return serialization.from_state_dict(like, found)
+
+
+def check_structure(found: Any, expected: Any, step: int) -> None:
+    """Compares two state dicts, whose leaves are arrays or describe some.
+
+    Raises:
+      DamagedCheckpoint: they differ; the message names the first leaf, by path, that does.
+    """
+    difference = _first_difference(found, expected)
     if difference:
         raise DamagedCheckpoint(f"checkpoint of step {step} does not fit this training: {difference}")
-    return serialization.from_state_dict(like, found)
 
 
 def _first_difference(found: Any, expected: Any) -> str | None:

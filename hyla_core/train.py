@@ -12,14 +12,17 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from hyla_core import checkpoint, metrics, model, optim
+from hyla_core import checkpoint, metrics, model, optim, sharded_checkpoint
 from hyla_core.checkpoint import DamagedCheckpoint
 from hyla_core.config import (
     MAX_EXAMPLES,
@@ -31,8 +34,11 @@ from hyla_core.config import (
     TrainConfig,
     pack_key,
 )
+from hyla_core.layout import layout
+from hyla_core.mesh import make_mesh, memory_of, state_shardings
 from hyla_core.metrics import MetricsRow
 from hyla_core.optim import Hyperparams, Params
+from hyla_core.sharded_checkpoint import ShardedState
 from hyla_core.tasks import Batch, Task, make_task
 from hyla_core.tasks.base import seed_rng
 
@@ -79,7 +85,7 @@ class Report(NamedTuple):
 
     rows: list[MetricsRow]  # new since the last report
     progress: list[MemberProgress]  # of all members, in the order of the configs
-    checkpoints: dict[str, bytes]  # trial_id → state at that member's step; empty when none is due
+    checkpoints: dict[str, bytes | ShardedState]  # trial_id → state at that member's step; empty when none is due
     compile_s: float  # spent on compilation by this call of `train`; 0 where the program was there
     steps_per_s: float  # of the last chunk, evaluation aside
 
@@ -117,9 +123,11 @@ def train(
     report: Callable[[Report], None],
     *,
     cadence: Cadence,
-    resume_from: Mapping[str, bytes] = {},
+    resume_from: Mapping[str, bytes | Path] = {},
     should_stop: Callable[[], bool] = lambda: False,
     final_checkpoints: bool = False,
+    devices: Sequence[jax.Device] | None = None,
+    model_parallel: int | None = None,
 ) -> list[MemberProgress]:
     """Trains a pack to its end, or until it is asked to stop.
 
@@ -128,27 +136,41 @@ def train(
       report: called after every chunk of steps, and at once where there is nothing left to do. Its exceptions pass
         through.
       cadence: when rows and checkpoints are due.
-      resume_from: checkpoints by trial_id; members without one start afresh. Members that are ahead of others wait.
+      resume_from: checkpoints by trial_id, each the bytes of one or the folder that a sharded one was written to, on
+        whatever devices; members without one start afresh. Members that are ahead of others wait.
       should_stop: asked between chunks. Once true, a last report has checkpoints of all unfinished members. An
         evaluation is never left half done.
       final_checkpoints: members that finish in this call hand out their trained state, in the report that says so.
+      devices: where to train; None: on all devices of this process. `mesh.layout` says how a pack is laid out.
+      model_parallel: devices that share one model; None: as few as its state needs.
 
     Returns:
       Where each member ended, in the order of configs.
 
     Raises:
-      ValueError: the configs are no pack, or a checkpoint belongs to none of them.
+      ValueError: the configs are no pack, a checkpoint belongs to none of them, or model_parallel does not fit.
       DamagedCheckpoint: a checkpoint cannot be restored; the message names its trial.
     """
-    return _Run(configs, report, cadence, resume_from, should_stop, final_checkpoints).run()
+    _check_pack(configs, resume_from)
+    devices = jax.local_devices() if devices is None else devices
+    shape = layout(
+        configs[0], len(configs), len(devices), device_bytes=memory_of(devices[0]), model_parallel=model_parallel
+    )
+    if shape.num_devices == 1:
+        # No mesh: the program of a single device is the same as if there were no others.
+        with jax.default_device(devices[0]):
+            return _Run(configs, report, cadence, resume_from, should_stop, final_checkpoints, None).run()
+    mesh = make_mesh(shape, devices)
+    return _Run(configs, report, cadence, resume_from, should_stop, final_checkpoints, mesh).run()
 
 
-def restore_params(config: TrainConfig, data: bytes) -> tuple[Params, int]:
+def restore_params(config: TrainConfig, data: bytes | Path) -> tuple[Params, int]:
     """The parameters that a checkpoint of a training holds; compiles nothing.
 
     Args:
       config: the training; only what shapes its parameters matters.
-      data: a checkpoint, from a `Report` or from the store's folder `checkpoints/<trial_id>/`.
+      data: a checkpoint, from a `Report` or from the store's folder `checkpoints/<trial_id>/`; bytes, or the folder of
+        a sharded one.
 
     Returns:
       The tree of parameters, float32 numpy arrays, and the step that they were saved at.
@@ -157,6 +179,8 @@ def restore_params(config: TrainConfig, data: bytes) -> tuple[Params, int]:
       DamagedCheckpoint: the bytes are truncated or damaged, or the parameters are those of another shape.
     """
     like = jax.eval_shape(functools.partial(model.init_params, config), jax.random.key(0))
+    if isinstance(data, Path):
+        return sharded_checkpoint.restore(data, like, "params")
     return checkpoint.decode_field(data, "params", like)
 
 
@@ -206,8 +230,8 @@ def gradient_step(
 class _Program:
     """The compiled functions of one shape, and the shapes and layout of what they take and return."""
 
-    def __init__(self, shape: TrainConfig, num_members: int):
-        self._shape = shape
+    def __init__(self, shape: TrainConfig, num_members: int, mesh: Mesh | None):
+        self._shape, self._mesh = shape, mesh
         self._task = make_task(shape.task)
         self._eval_batches = _EvalBatches.of(shape, self._task.eval_splits)
         self.feed_steps = _feed_steps(shape) if self._task.is_fed else None
@@ -216,7 +240,7 @@ class _Program:
             return jax.ShapeDtypeStruct(np.shape(value), np.asarray(value).dtype)
 
         members = jax.tree.map(described, _stack([_make_member(shape)] * num_members))
-        init = functools.partial(_map_members, self._init_member)
+        init = self._on_members(functools.partial(_map_members, self._init_member), (_MEMBERS,), _MEMBERS)
         state = jax.eval_shape(init, members)
         step, flag = described(np.uint32(0)), described(np.bool_(False))
         feed = self._described_feed(num_members)
@@ -227,16 +251,102 @@ class _Program:
             "xla_backend_optimization_level": "0",
             "xla_llvm_disable_expensive_passes": True,
         }
-        self.init = jax.jit(init).lower(members).compile(hasty if jax.default_backend() == "cpu" else None)
-        self.advance = jax.jit(self._advance, donate_argnums=0).lower(state, members, feed, step, step, flag).compile()
-        self._evaluate_compiled = jax.jit(self._evaluate).lower(state.params, members, feed, self._group(0)).compile()
+        advance = self._on_members(self._advance, (_MEMBERS, _MEMBERS, _MEMBERS, P(), P(), P()), (_MEMBERS, _MEMBERS))
+        evaluate = self._on_members(self._evaluate, (_MEMBERS, _MEMBERS, _MEMBERS, P()), P(None, "members"))
+        group = self._group(0)
+        init_places: dict[str, Any] = {}
+        advance_places: dict[str, Any] = {}
+        evaluate_places: dict[str, Any] = {}
+        if mesh is not None:
+            states = state_shardings(mesh, shape, state, with_members=True)
+            by_member, everywhere = NamedSharding(mesh, _MEMBERS), NamedSharding(mesh, P())
+            batches = NamedSharding(mesh, P("members", None, "batch"))
+            init_places = {"in_shardings": (by_member,), "out_shardings": states}
+            advance_places = {
+                "in_shardings": (states, by_member, batches, *[everywhere] * 3),
+                "out_shardings": (states, by_member),
+            }
+            evaluate_places = {
+                "in_shardings": (states.params, by_member, batches, everywhere),
+                "out_shardings": everywhere,
+            }
+            self._states, self._by_member, self._batches = states, by_member, batches
+            self.member_shardings = state_shardings(mesh, shape, self.member_state, with_members=False)
+        self.is_sharded = mesh is not None and mesh.shape["model"] > 1
+        self.init = (
+            jax.jit(init, **init_places).lower(members).compile(hasty if jax.default_backend() == "cpu" else None)
+        )
+        self.advance = (
+            jax.jit(advance, donate_argnums=0, **advance_places).lower(state, members, feed, step, step, flag).compile()
+        )
+        self._evaluate_compiled = (
+            jax.jit(evaluate, **evaluate_places).lower(state.params, members, feed, group).compile()
+        )
+
+    def _on_members(self, function: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
+        """A function of all members that each device of the axis `members` applies to its own, sending nothing."""
+        if self._mesh is None:
+            return function
+        return jax.shard_map(
+            function,
+            mesh=self._mesh,
+            in_specs=arguments,
+            out_specs=results,
+            axis_names={"members"},
+            check_vma=False,
+        )
+
+    def place_members(self, members: Member) -> Member:
+        """Puts what members differ in where the program expects it."""
+        return jax.tree.map(jnp.array, members) if self._mesh is None else jax.device_put(members, self._by_member)
+
+    def place_feed(self, feed: Batch) -> Batch:
+        """Puts a feed where the program expects it."""
+        return feed if self._mesh is None else jax.device_put(feed, self._batches)
+
+    def place_states(self, states: Sequence[MemberState]) -> MemberState:
+        """Puts single members' states together, where the program expects them. They are copied."""
+        if self._mesh is None:
+            return jax.tree.map(jnp.array, _stack(states))
+        if not self.is_sharded:
+            return jax.device_put(_stack(states), self._states)
+        placed = [jax.device_put(state, self.member_shardings) for state in states]
+        stack = jax.jit(
+            lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees), out_shardings=self._states
+        )
+        return stack(placed)
+
+    def take_states(self, state: MemberState) -> list[MemberState]:
+        """Single members' states: copies on the host or, of a model that is spread over devices, on these."""
+        number = state.num_summed.shape[0]
+        if not self.is_sharded:
+            on_host = jax.device_get(state)
+            return [_unstack(on_host, i) for i in range(number)]
+        take = jax.jit(_unstack, static_argnums=1, out_shardings=self.member_shardings)
+        return [take(state, i) for i in range(number)]
+
+    def described_member(self) -> MemberState:
+        """What a single member's state looks like, and where it lies if it is spread over devices."""
+        if not self.is_sharded:
+            return self.member_state
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self.member_state,
+            self.member_shardings,
+        )
+
+    def _shared(self, index: Array) -> Array:
+        """Examples of a batch, each device of the axis `batch` a part of them."""
+        return index if self._mesh is None else jax.lax.with_sharding_constraint(index, P("batch"))
 
     def evaluate(self, params: Params, members: Member, feeder: "_Feeder | None") -> dict[str, "_EvalSums"]:
         """Sums over the examples of each evaluation split; the feeder is that of the pack, if its task is fed."""
         sums = []
         for number in range(self._num_groups):
             group = self._group(number)
-            feed = None if feeder is None else feeder.for_evaluation(self._eval_batches.splits, group)
+            feed = None
+            if feeder is not None:
+                feed = self.place_feed(feeder.for_evaluation(self._eval_batches.splits, group))
             sums.append(jax.device_get(self._evaluate_compiled(params, members, feed, group)))
         return self._eval_batches.add_up(jax.tree.map(lambda *groups: np.concatenate(groups), *sums))
 
@@ -332,6 +442,7 @@ class _Program:
         """The training batch of one step."""
         batch_size = self._shape.optim.batch_size
         index = (step * jnp.uint32(batch_size) + jnp.arange(batch_size, dtype=jnp.uint32)) % member.num_train
+        index = self._shared(index)
         return self._task.sample(member.tables, "train", self._rng(member.data_seed), index)
 
     def _blank_batch(self) -> Batch:
@@ -357,7 +468,7 @@ class _Program:
                 rng = self._rng(member.data_seed)
                 # One model for all splits: only the drawing of examples branches, which keeps the program small.
                 draw = [functools.partial(self._task.sample, member.tables, name, rng) for name in splits]
-                batch = jax.lax.switch(split, draw, index)
+                batch = jax.lax.switch(split, draw, self._shared(index))
             logits = model.apply(self._shape, params, batch.inputs)
             own = self._task.weights(batch)
             weights = counts if own is None else counts * own
@@ -376,8 +487,11 @@ class _Program:
 
 
 @functools.lru_cache(maxsize=PROGRAMS_KEPT)
-def _program(shape: TrainConfig, num_members: int) -> _Program:
-    return _Program(shape, num_members)
+def _program(shape: TrainConfig, num_members: int, mesh: Mesh | None = None) -> _Program:
+    return _Program(shape, num_members, mesh)
+
+
+_MEMBERS = P("members")
 
 
 class _EvalBatches(NamedTuple):
@@ -578,11 +692,11 @@ class _Run:
         configs: Sequence[TrainConfig],
         report: Callable[[Report], None],
         cadence: Cadence,
-        resume_from: Mapping[str, bytes],
+        resume_from: Mapping[str, bytes | Path],
         should_stop: Callable[[], bool],
         final_checkpoints: bool,
+        mesh: Mesh | None,
     ):
-        _check_pack(configs, resume_from)
         self._report_to, self._should_stop, self._cadence = report, should_stop, cadence
         self._final_checkpoints = final_checkpoints
         self._trial_ids = [config.trial_id for config in configs]
@@ -593,16 +707,21 @@ class _Run:
 
         started = time.perf_counter()
         misses = num_compilations()
-        self._program = _program(program_shape(configs[0]), len(configs))
+        per_round = 1 if mesh is None else mesh.shape["members"]
+        # Copies of the first member fill up the last round of a mesh; nobody looks at what becomes of them.
+        num_idle = -len(configs) % per_round
+        padded = [*configs, *[configs[0]] * num_idle]
+        self._program = _program(program_shape(configs[0]), len(padded), mesh)
         self._compile_s = time.perf_counter() - started if num_compilations() > misses else 0.0
 
         task = make_task(configs[0].task)
         self._derived = task.derived
         steps_fed = self._program.feed_steps
-        self._feeder = None if steps_fed is None else _Feeder(task, configs, steps_fed)
-        self._members: Member = jax.tree.map(jnp.array, _stack([_make_member(config) for config in configs]))
-        initial = jax.device_get(self._program.init(self._members))
-        self._states = [_unstack(initial, i) for i in range(len(configs))]  # stale while a member is being trained
+        self._feeder = None if steps_fed is None else _Feeder(task, padded, steps_fed)
+        self._members = self._program.place_members(_stack([_make_member(config) for config in padded]))
+        self._num_idle = num_idle
+        initial = self._program.take_states(self._program.init(self._members))
+        self._states = initial[: len(configs)]  # stale while a member is being trained
         self._steps = [0] * len(configs)
         self._losses = [math.nan] * len(configs)
         for i, trial_id in enumerate(self._trial_ids):
@@ -636,7 +755,7 @@ class _Run:
         # Members that wait would make a program of another size, with a compilation and other rounding of its own.
         # Instead, copies of a member at work sit in their places.
         places = [i if i in level else level[0] for i in range(len(self._states))]
-        state = jax.tree.map(jnp.array, _stack([self._states[i] for i in places]))
+        state = self._program.place_states([self._states[i] for i in (*places, *[level[0]] * self._num_idle)])
         while step < until and (level := [i for i in level if self._status[i] == RUNNING]):
             if self._should_stop():
                 self._stop(level, state)
@@ -646,7 +765,7 @@ class _Run:
             feed = None
             if self._feeder is not None:
                 num_steps = min(num_steps, self._program.feed_steps or num_steps)
-                feed = self._feeder.for_steps(step, num_steps)
+                feed = self._program.place_feed(self._feeder.for_steps(step, num_steps))
             step += num_steps
             started = time.perf_counter()
             state, result = self._program.advance(
@@ -694,7 +813,7 @@ class _Run:
                 self._status[i] = FINISHED
         return rows
 
-    def _due_checkpoints(self, level: Sequence[int], state: MemberState) -> dict[str, bytes]:
+    def _due_checkpoints(self, level: Sequence[int], state: MemberState) -> dict[str, bytes | ShardedState]:
         wanted = [i for i in level if self._final_checkpoints and self._status[i] == FINISHED]
         if time.perf_counter() - self._checkpointed_at >= self._cadence.checkpoint_every_s:
             wanted += [i for i in level if self._status[i] == RUNNING]
@@ -711,17 +830,22 @@ class _Run:
         self._report([], {self._trial_ids[i]: self._checkpoint(i) for i in unfinished})
 
     def _keep(self, level: Sequence[int], state: MemberState) -> None:
-        """Copies the states of members to the host."""
-        on_host = jax.device_get(state)
+        """Copies the states of members out of those that are trained."""
+        taken = self._program.take_states(state)
         for i in level:
-            self._states[i] = _unstack(on_host, i)
+            self._states[i] = taken[i]
 
-    def _checkpoint(self, number: int) -> bytes:
+    def _checkpoint(self, number: int) -> bytes | ShardedState:
+        if self._program.is_sharded:
+            return ShardedState(self._states[number], self._steps[number])
         return checkpoint.encode(self._states[number], self._steps[number])
 
-    def _restore(self, trial_id: str, data: bytes) -> tuple[MemberState, int]:
+    def _restore(self, trial_id: str, data: bytes | Path) -> tuple[MemberState, int]:
         try:
-            state, step = checkpoint.decode(data, self._program.member_state)
+            if isinstance(data, Path):
+                state, step = sharded_checkpoint.restore(data, self._program.described_member())
+            else:
+                state, step = checkpoint.decode(data, self._program.member_state)
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"trial {trial_id}: {error}") from error
         if step > self._num_steps:
@@ -737,11 +861,11 @@ class _Run:
         facts = zip(self._trial_ids, self._steps, self._losses, self._status, strict=True)
         return [MemberProgress(trial_id, step, self._num_steps, loss, status) for trial_id, step, loss, status in facts]
 
-    def _report(self, rows: list[MetricsRow], checkpoints: dict[str, bytes]) -> None:
+    def _report(self, rows: list[MetricsRow], checkpoints: dict[str, bytes | ShardedState]) -> None:
         self._report_to(Report(rows, self._progress(), checkpoints, self._compile_s, self._pace.steps_per_s))
 
 
-def _check_pack(configs: Sequence[TrainConfig], resume_from: Mapping[str, bytes]) -> None:
+def _check_pack(configs: Sequence[TrainConfig], resume_from: Mapping[str, bytes | Path]) -> None:
     if not configs:
         raise ValueError("a pack needs at least one config")
     trial_ids = [config.trial_id for config in configs]

@@ -186,8 +186,8 @@ class _Request:
 
     def obstacle(self) -> str | None:
         """Why the sweep cannot run where it is asked to, before anything is started; None if it can."""
-        if self.args.in_process:
-            return None
+        if (problem := self._layout_problem()) is not None or self.args.in_process:
+            return problem
         from sweeps.cluster import tune
 
         try:
@@ -195,6 +195,21 @@ class _Request:
                 tune.check_local_resources(self.spec.run.resources)
         except tune.ClusterError as error:
             return str(error)
+        return None
+
+    def _layout_problem(self) -> str | None:
+        """Why run.model_parallel does not fit a model or the devices that a pack asks for; None if it does."""
+        run = self.spec.run
+        if run.model_parallel is None:
+            return None
+        from hyla_core.layout import layout
+
+        num_devices = max(1, int(run.resources.gpu or run.resources.tpu or 1))
+        for config in {trial.config.model: trial.config for trial in self.trials}.values():
+            try:
+                layout(config, 1, num_devices, model_parallel=run.model_parallel)
+            except ValueError as error:
+                return f"run.{error}"
         return None
 
     def unconfirmed(self, work: _Work) -> str | None:
@@ -270,6 +285,7 @@ class _Request:
             run_id=self.run_id,
             cadence=Cadence(**{name: getattr(run, name) for name in Cadence.model_fields}),
             keep_checkpoints=run.keep_checkpoints,
+            model_parallel=run.model_parallel,
             resources=run.resources,
             provenance=provenance.of_request(),
             retry=work.retried,

@@ -32,6 +32,7 @@ class RunConfig(Cadence):
 
     resources: Resources = Resources()
     max_pack_size: PositiveInt | None = None  # None: chosen by the device
+    model_parallel: PositiveInt | None = None  # devices that share one model; None: as few as its state needs
     keep_checkpoints: bool = False  # keep what finished trials have learnt, their last two checkpoints
 
 

@@ -247,6 +247,20 @@ def _write(path: Path, data: bytes, *, durable: bool = True) -> None:
         _sync_folder(path.parent)
 
 
+def _write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Makes a folder whole or not at all; `write` fills one that does not exist yet and sees to it that it lasts."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write(temporary)
+        _remove(path)
+        temporary.replace(path)
+    except BaseException:
+        _remove(temporary)
+        raise
+    _sync_folder(path.parent)
+
+
 def _sync_folder(folder: Path) -> None:
     """Makes a rename outlive a power cut, where the file system knows how."""
     if os.name != "posix":
@@ -278,6 +292,9 @@ def _create_exclusively(path: Path, data: bytes) -> bool:
 
 
 def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
     with suppress(FileNotFoundError):
         path.unlink()
 
@@ -1109,10 +1126,15 @@ class Store:
         names = _names(self._checkpoint_folder(trial_id), "")
         return sorted(int(name[:-5]) for name in names if name.endswith(".ckpt") and name[:-5].isdecimal())
 
-    def save_checkpoint(self, trial_id: str, step: int, data: bytes) -> None:
+    def save_checkpoint(self, trial_id: str, step: int, data: bytes | Callable[[Path], None]) -> None:
         """Saves a state; the one before it is kept as well.
 
         States of later steps are removed: whoever saves at this step could not use them.
+
+        Args:
+          trial_id: whose state.
+          step: updates done.
+          data: the state, or what writes it into a folder that does not exist yet, for states in many files.
 
         Raises:
           StoreError: it can't be written; what was there before stays.
@@ -1120,7 +1142,10 @@ class Store:
         _check_name("trial_id", trial_id)
         folder = self._checkpoint_folder(trial_id)
         try:
-            _write(folder / f"{step}.ckpt", data)
+            if isinstance(data, bytes):
+                _write(folder / f"{step}.ckpt", data)
+            else:
+                _write_folder(folder / f"{step}.ckpt", data)
             steps = self._checkpoint_steps(trial_id)
             kept = [other for other in steps if other <= step][-KEPT_CHECKPOINTS:]
             for other in set(steps) - set(kept):
@@ -1128,14 +1153,17 @@ class Store:
         except OSError as error:
             raise StoreError(f"{folder}: the checkpoint at step {step} can't be written: {_reason(error)}") from error
 
-    def load_checkpoints(self, trial_id: str) -> Iterator[tuple[int, bytes]]:
-        """The saved states of a trial, newest first, each (step, bytes); the caller judges whether one is damaged."""
+    def load_checkpoints(self, trial_id: str) -> Iterator[tuple[int, bytes | Path]]:
+        """The saved states of a trial, newest first, each (step, bytes), or its folder if it is one.
+
+        The caller judges whether one is damaged.
+        """
         for step in reversed(self._checkpoint_steps(trial_id)):
+            path = self._checkpoint_folder(trial_id) / f"{step}.ckpt"
             try:
-                data = (self._checkpoint_folder(trial_id) / f"{step}.ckpt").read_bytes()
+                yield step, path if path.is_dir() else path.read_bytes()
             except OSError:
                 continue
-            yield step, data
 
     def clear_checkpoints(self, trial_id: str) -> None:
         """Removes a trial's saved states."""

@@ -28,6 +28,7 @@ from sweeps.spec import Resources
 from sweeps.store import FINAL, AttemptWriter, Store, StoreError
 
 if TYPE_CHECKING:
+    from hyla_core.sharded_checkpoint import ShardedState
     from hyla_core.train import MemberProgress, Report
 
 STOP_POLL_S = 1.0
@@ -48,6 +49,7 @@ class PackJob(NamedTuple):
     keep_checkpoints: bool
     resources: Resources
     provenance: Mapping[str, Any]  # columns that the driver knows
+    model_parallel: int | None = None  # devices that share a model; None: as few as its state needs
     retry: frozenset[str] = frozenset()  # trials to train again although the store has a result
 
 
@@ -172,7 +174,7 @@ class _PackRun:
             # A claim counts as alive for as long as somebody here holds its writer.
             self._writers.clear()
 
-    def _train(self, resume_from: Mapping[str, bytes]) -> None:
+    def _train(self, resume_from: "Mapping[str, bytes | Path]") -> None:
         from hyla_core.train import train
 
         self._started = time.perf_counter()
@@ -183,6 +185,7 @@ class _PackRun:
             resume_from=resume_from,
             should_stop=self._stopping,
             final_checkpoints=self._job.keep_checkpoints,
+            model_parallel=self._job.model_parallel,
         )
 
     def _start_afresh(self) -> None:
@@ -190,7 +193,7 @@ class _PackRun:
             self._store.clear_checkpoints(trial_id)
             writer.update(start_step=0)
 
-    def _begin(self) -> dict[str, bytes]:
+    def _begin(self) -> dict[str, bytes | Path]:
         """Claims the trials that have no result and that nobody else works on.
 
         Returns:
@@ -199,7 +202,7 @@ class _PackRun:
         states = self._store.statuses()
         facts = {**self._job.provenance, **provenance.of_worker()}
         facts |= {"run_id": self._job.run_id, "pack_id": self._pack.pack_id}
-        resume_from = {}
+        resume_from: dict[str, bytes | Path] = {}
         for trial in self._pack.trials:
             state = states.get(trial.trial_id)
             # A pack that lost its worker comes here twice: what this run has trained again is not to be repeated.
@@ -246,14 +249,16 @@ class _PackRun:
                 if member.status in FINAL and not self._job.keep_checkpoints:
                     self._store.clear_checkpoints(member.trial_id)
 
-    def _save(self, member: "MemberProgress", data: bytes) -> None:
+    def _save(self, member: "MemberProgress", data: "bytes | ShardedState") -> None:
         """Saves a checkpoint, unless the rows before it cannot be written: a resumed run would not repeat them."""
         # A disk that is full now may not be so later; until then the training goes on without checkpoints. That of a
         # finished member was asked to stay: without it, the trial does not count as finished.
         must = member.status == "finished"
         if self._writers[member.trial_id].flush():
             try:
-                self._store.save_checkpoint(member.trial_id, member.step, data)
+                self._store.save_checkpoint(
+                    member.trial_id, member.step, data if isinstance(data, bytes) else data.write
+                )
             except StoreError:
                 if must:
                     raise
@@ -291,13 +296,15 @@ class _PackRun:
         return PackOutcome(self._statuses, line)
 
 
-def _newest_whole(checkpoints: Iterator[tuple[int, bytes]]) -> tuple[int, bytes | None]:
-    """Step and bytes of the first checkpoint that is whole; step 0 where there is none."""
+def _newest_whole(checkpoints: Iterator[tuple[int, bytes | Path]]) -> tuple[int, bytes | Path | None]:
+    """Step and bytes, or folder, of the first checkpoint that is whole; step 0 where there is none."""
     for _, data in checkpoints:
-        from hyla_core.checkpoint import DamagedCheckpoint, read_step
+        from hyla_core import checkpoint, sharded_checkpoint
 
-        with contextlib.suppress(DamagedCheckpoint):
-            return read_step(data), data
+        with contextlib.suppress(checkpoint.DamagedCheckpoint):
+            if isinstance(data, Path):
+                return sharded_checkpoint.read_step(data), data
+            return checkpoint.read_step(data), data
     return 0, None
 
 
