@@ -5,6 +5,7 @@ number of them, or on one. A manifest with the size and the SHA-256 of every fil
 or with a file that differs, is recognised as damaged, as single files are (`hyla_core.checkpoint`).
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -38,7 +39,13 @@ class ShardedState(NamedTuple):
         folder.mkdir(parents=True)
         tree = serialization.to_state_dict(self.state)
         with ocp.PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(folder.absolute() / _STATE, tree)
+            try:
+                checkpointer.save(folder.absolute() / _STATE, tree)
+            except ValueError as error:
+                # Orbax's way of saying so; left alone, it would read as a lack of the device's memory.
+                if f"os_error_code='{errno.ENOSPC}'" in str(error) or "No space left" in str(error):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+                raise
         files = sorted(path for path in (folder / _STATE).rglob("*") if path.is_file())
         manifest = {
             "format_version": FORMAT_VERSION,

@@ -90,11 +90,11 @@ def find_device(name: str | None) -> Device | None:
 def pack_memory_on(device: Device | None, resources: Resources) -> int | None:
     """Bytes that the members of one pack may fill on an accelerator; None where the device is not known.
 
-    A pack that asks for several devices computes on the first of them.
+    A pack that asks for several devices spreads its members over them (`hyla_core.layout`).
     """
     if device is None or device.memory_bytes is None:
         return None
-    return int(ACCELERATOR_MEMORY_SHARE * min(1, resources.gpu or 1) * device.memory_bytes)
+    return int(ACCELERATOR_MEMORY_SHARE * (resources.gpu or resources.tpu or 1) * device.memory_bytes)
 
 
 def pack_memory_here(machine_bytes: int | None, num_packs_at_once: int) -> int | None:

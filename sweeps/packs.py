@@ -105,4 +105,5 @@ def default_pack_size(resources: Resources) -> int:
     An accelerator needs several of these small models at once to be busy. A core does not: there, packs save
     compilations and overhead only, while small ones leave more to train side by side.
     """
-    return 8 if resources.gpu or resources.tpu else 4
+    accelerators = resources.gpu or resources.tpu
+    return 8 * max(1, int(accelerators)) if accelerators else 4

@@ -1,6 +1,6 @@
 """Trainings on eight devices, for test_mesh.py: run in a process of its own, it writes down what it finds as JSON.
 
-    python tests/hyla_core/on_devices.py RESULT.json
+python tests/hyla_core/on_devices.py RESULT.json
 """
 
 import json
@@ -62,9 +62,7 @@ def run(configs: list[TrainConfig], *, every: float = 1000, stop_after: float = 
     """Rows as plain lists, and the reports."""
     reports: list[train.Report] = []
     cadence = Cadence(num_logs=5, num_evals=2, checkpoint_every_s=every)
-    train.train(
-        configs, reports.append, cadence=cadence, should_stop=lambda: len(reports) >= stop_after, **arguments
-    )
+    train.train(configs, reports.append, cadence=cadence, should_stop=lambda: len(reports) >= stop_after, **arguments)
     order = {one.trial_id: number for number, one in enumerate(configs)}
     rows = [[order[row.trial_id], *row[1:]] for report in reports for row in report.rows]
     return sorted(rows, key=lambda row: row[:-1]), reports

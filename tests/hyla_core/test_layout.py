@@ -42,7 +42,9 @@ def test_a_model_is_spread_only_as_far_as_it_needs_to_fit():
 def test_what_is_asked_for_must_divide_heads_and_hidden_units():
     assert layout(config(), 1, 8, model_parallel=2) == MeshShape(1, 4, 2)
     assert layout(config(block="mlp_only"), 1, 8, model_parallel=8) == MeshShape(1, 1, 8)
-    with pytest.raises(ValueError, match=r"model_parallel=8 does not fit: with 8 devices, .* choose one of \[1, 2, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"model_parallel=8 does not fit: with 8 devices, .* choose one of \[1, 2, 4\]"
+    ):
         layout(config(), 1, 8, model_parallel=8)
     with pytest.raises(ValueError, match=r"with 1 device, .* choose one of \[1\]"):
         layout(config(), 1, 1, model_parallel=2)
