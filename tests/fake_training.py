@@ -62,6 +62,7 @@ class FakeTrain:
         resume_from: Mapping[str, bytes] = {},
         should_stop: Callable[[], bool] = lambda: False,
         final_checkpoints: bool = False,
+        model_parallel: int | None = None,
     ) -> list[MemberProgress]:
         steps = {config.trial_id: 0 for config in configs}
         steps |= {trial_id: read_step(data) for trial_id, data in resume_from.items()}

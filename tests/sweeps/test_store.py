@@ -585,6 +585,7 @@ def test_the_claim_of_an_ended_process_is_dead_at_once(store):
     (store.path / "metrics" / ".t-1.parquet.0123.tmp").write_bytes(b"half")
     (store.path / "checkpoints" / "t").mkdir()
     (store.path / "checkpoints" / "t" / ".5.ckpt.0123.tmp").write_bytes(b"half")
+    in_files("half")(store.path / "checkpoints" / "t" / ".6.ckpt.0123.tmp")
     (store.path / "metrics" / ".t-10.parquet.0123.tmp").write_bytes(b"somebody else's")
     assert begin(store, start_step=10).attempt == 2
     assert [path.name for path in store.path.rglob(".*")] == [".t-10.parquet.0123.tmp"]
@@ -1047,6 +1048,40 @@ def test_a_checkpoint_is_replaced_whole(store, monkeypatch):
             store.save_checkpoint("t", 5, b"new")
     (store.path / "checkpoints" / "t" / ".10.ckpt.0123.tmp").write_bytes(b"half")
     assert list(store.load_checkpoints("t")) == [(5, b"old")]
+
+
+def in_files(content: str):
+    """What writes a state of several files."""
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "part").write_text(content)
+
+    return write
+
+
+def test_a_checkpoint_in_a_folder_is_kept_replaced_and_removed_like_a_file(store):
+    for step in (5, 10):
+        store.save_checkpoint("t", step, in_files(f"state {step}"))
+    store.save_checkpoint("t", 20, b"a file")
+    store.save_checkpoint("t", 20, in_files("state 20"))
+    found = list(store.load_checkpoints("t"))
+    assert [step for step, _ in found] == [20, 10]
+    assert [(path / "part").read_text() for _, path in found] == ["state 20", "state 10"]
+    store.save_checkpoint("t", 20, in_files("again"))
+    assert (found[0][1] / "part").read_text() == "again"
+    store.save_checkpoint("t", 20, b"a file again")
+    assert list(store.load_checkpoints("t"))[0] == (20, b"a file again")
+
+    def fail(folder: Path) -> None:
+        in_files("half")(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(StoreError, match="checkpoint at step 30 can't be written: No space left"):
+        store.save_checkpoint("t", 30, fail)
+    assert [path.name for path in sorted((store.path / "checkpoints" / "t").iterdir())] == ["10.ckpt", "20.ckpt"]
+    store.clear_checkpoints("t")
+    assert not list(store.load_checkpoints("t"))
 
 
 def test_a_run_can_be_asked_to_stop(store):
