@@ -15,6 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+BFLOAT16_LOSS_ATOL = 0.04
+"""How far the loss that a training reaches in bfloat16 may be from that in float32: nats, as a mean over three seeds.
+
+Measured on a CPU with SRAVEN of one feature with four values, two layers of width 32 and 900 steps of 64 examples, in
+which the loss falls from 1.39 to about 0.4. Training loss over the last 150 steps, mean over three seeds, float32 and
+bfloat16: softmax 0.344 and 0.350, linear 0.438 and 0.443, hyla 0.440 and 0.417, hyla_gated 0.422 and 0.409; after 1500
+steps, hyla 0.303 and 0.302, hyla_gated 0.284 and 0.280. Single seeds of these differ by up to 0.05 in either direction,
+as after any change of rounding: the steep part of a curve comes a little earlier or later.
+"""
+
 
 def product(spec: str, left: Array, right: Array) -> Array:
     """`jnp.einsum` of two factors, rounded to the narrower of their two types, with sums in float32.
