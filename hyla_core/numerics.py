@@ -14,6 +14,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
+
+BFLOAT16_LOSS_ATOL = 0.04
+"""How far the loss that a training reaches in bfloat16 may be from that in float32: nats, as a mean over three seeds.
+
+Measured on a CPU with SRAVEN of one feature with four values, two layers of width 32 and 900 steps of 64 examples, in
+which the loss falls from 1.39 to about 0.4. Training loss over the last 150 steps, mean over three seeds, float32 and
+bfloat16: softmax 0.344 and 0.350, linear 0.438 and 0.443, hyla 0.440 and 0.417, hyla_gated 0.422 and 0.409; after 1500
+steps, hyla 0.303 and 0.302, hyla_gated 0.284 and 0.280. Single seeds of these differ by up to 0.05 in either direction,
+as after any change of rounding: the steep part of a curve comes a little earlier or later.
+"""
 
 
 def product(spec: str, left: Array, right: Array) -> Array:
@@ -37,27 +48,44 @@ def product(spec: str, left: Array, right: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rounded_product(spec: str, dtypes: tuple[Any, Any], left: Array, right: Array) -> Array:
-    return _forward(spec, dtypes, left, right)[0]
+    narrow = _narrower(dtypes)
+    return _summed(spec, _rounded(left, narrow), _rounded(right, narrow))
 
 
 def _narrower(dtypes: tuple[Any, Any]) -> Any:
     return min(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
 
 
-def _forward(spec: str, dtypes: tuple[Any, Any], left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
-    factors = _rounded(left, _narrower(dtypes)), _rounded(right, _narrower(dtypes))
-    return jnp.einsum(spec, *factors, preferred_element_type=jnp.float32), factors
+def _summed(spec: str, left: Array, right: Array) -> Array:
+    return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)
 
 
-def _backward(spec: str, dtypes: tuple[Any, Any], factors: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+def _forward(spec: str, dtypes: tuple[Any, Any], left: Any, right: Any) -> tuple[Array, tuple[Array | None, ...]]:
+    """Also keeps each factor that the gradient of the other is made of, if anybody asks for that."""
+    narrow = _narrower(dtypes)
+    factors = _rounded(left.value, narrow), _rounded(right.value, narrow)
+    return _summed(spec, *factors), (factors[0] if right.perturbed else None, factors[1] if left.perturbed else None)
+
+
+def _backward(
+    spec: str, dtypes: tuple[Any, Any], kept: tuple[Array | None, ...], grad: Any
+) -> tuple[Array | None, Array | None]:
     # Left to JAX, these would be products of a float32 and a bfloat16 factor, which processors do not have: both would
     # be made float32 first, at several times the cost.
-    left, right = factors
+    if isinstance(grad, SymbolicZero):
+        return None, None
+    left, right = kept
     left_axes, right_axes, result_axes = spec.replace("->", ",").split(",")
     grad = _rounded(grad, _narrower(dtypes))
-    left_grad = jnp.einsum(f"{result_axes},{right_axes}->{left_axes}", grad, right, preferred_element_type=jnp.float32)
-    right_grad = jnp.einsum(f"{left_axes},{result_axes}->{right_axes}", left, grad, preferred_element_type=jnp.float32)
-    return left_grad.astype(dtypes[0]), right_grad.astype(dtypes[1])
+    left_grad = None if right is None else _summed(f"{result_axes},{right_axes}->{left_axes}", grad, right)
+    right_grad = None if left is None else _summed(f"{left_axes},{result_axes}->{right_axes}", left, grad)
+    return (
+        None if left_grad is None else left_grad.astype(dtypes[0]),
+        None if right_grad is None else right_grad.astype(dtypes[1]),
+    )
+
+
+_rounded_product.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _rounded(factor: Array, dtype: Any) -> Array:
@@ -67,9 +95,6 @@ def _rounded(factor: Array, dtype: Any) -> Array:
     # DotThunk"). There, numbers are rounded alike and stay float32, so that products and sums are the same.
     info = jnp.finfo(dtype)
     return lax.reduce_precision(factor.astype(jnp.float32), exponent_bits=info.nexp, mantissa_bits=info.nmant)
-
-
-_rounded_product.defvjp(_forward, _backward)
 
 
 def dot_general(left: Array, right: Array, dimension_numbers: lax.DotDimensionNumbers, precision: Any = None) -> Array:
