@@ -1071,7 +1071,7 @@ def test_a_checkpoint_in_a_folder_is_kept_replaced_and_removed_like_a_file(store
     store.save_checkpoint("t", 20, in_files("again"))
     assert (found[0][1] / "part").read_text() == "again"
     store.save_checkpoint("t", 20, b"a file again")
-    assert list(store.load_checkpoints("t"))[0] == (20, b"a file again")
+    assert next(store.load_checkpoints("t")) == (20, b"a file again")
 
     def fail(folder: Path) -> None:
         in_files("half")(folder)
