@@ -1142,10 +1142,13 @@ class Store:
         _check_name("trial_id", trial_id)
         folder = self._checkpoint_folder(trial_id)
         try:
-            if isinstance(data, bytes):
-                _write(folder / f"{step}.ckpt", data)
+            path = folder / f"{step}.ckpt"
+            if not isinstance(data, bytes):
+                _write_folder(path, data)
             else:
-                _write_folder(folder / f"{step}.ckpt", data)
+                if path.is_dir():
+                    _remove(path)
+                _write(path, data)
             steps = self._checkpoint_steps(trial_id)
             kept = [other for other in steps if other <= step][-KEPT_CHECKPOINTS:]
             for other in set(steps) - set(kept):
