@@ -12,8 +12,7 @@ from golden_files import FIELDS, MIXERS, load_golden, manifests, official_model
 from hyla_core.attention.variants import VARIANTS
 from hyla_core.config import ModelConfig
 
-READERS = ("load_golden", "golden_params", "golden_cases", "cases")
-NOT_READ_YET = {"fuzzy_logic": "the task is not here yet"}
+READERS = ("load_golden", "golden_params", "golden_cases")
 
 
 @cache
@@ -30,13 +29,7 @@ def kinds_with_a_reader() -> set[str]:
 
 
 def files() -> list[Any]:
-    parameters = []
-    for path, manifest in manifests():
-        kind = manifest.get("kind")
-        unread = kind in NOT_READ_YET and kind not in kinds_with_a_reader()
-        marks = [pytest.mark.xfail(strict=True, reason=NOT_READ_YET[kind])] if unread else []
-        parameters.append(pytest.param(kind, id=path.stem, marks=marks))
-    return parameters
+    return [pytest.param(manifest.get("kind"), id=path.stem) for path, manifest in manifests()]
 
 
 @pytest.mark.golden
@@ -46,7 +39,16 @@ def test_a_golden_file_is_of_a_kind_that_some_test_reads(kind):
 
 
 def test_kinds_are_found_in_the_source_of_the_tests():
-    assert {"transformer", "attention", "trajectory", "schedule", "position_buckets", "sraven"} <= kinds_with_a_reader()
+    assert {
+        "transformer",
+        "attention",
+        "trajectory",
+        "schedule",
+        "position_buckets",
+        "sraven",
+        "fuzzy_logic",
+        "losses",
+    } <= kinds_with_a_reader()
     assert "nonsense" not in kinds_with_a_reader()
 
 
