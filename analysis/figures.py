@@ -84,11 +84,17 @@ FIGURES = (
         ticks="examples",
     ),
 )
-HELD_OUT_FIGURES = tuple(
-    FigureSpec(name, f"share of {what} held out", f"share of {what} held out of training", (axis,), (axis,), "values")
-    for name, what, axis in (
-        ("held_out_combinations", "combinations", "task.test_fraction"),
-        ("held_out_parts", "parts or combinations", "task.ood_fraction"),
+TASK_FIGURES = tuple(
+    FigureSpec(name, against, x_label, (axis,), (axis,), "values")
+    for name, against, x_label, axis in (
+        ("context", "examples in context", "examples in context", "task.num_context"),
+        (
+            "held_out_combinations",
+            "share of combinations held out",
+            "share of combinations held out of training",
+            "task.test_fraction",
+        ),
+        ("held_out_parts", "share of parts held out", "share of parts held out of training", "task.ood_fraction"),
     )
 )
 """Drawn where the sweep has an axis for them."""
@@ -181,6 +187,8 @@ def plot_data(cells: pd.DataFrame, spec: FigureSpec, frame: SweepFrame, value: s
     """
     x = next((name for name in spec.x_columns if name in frame.axes), spec.x_columns[0])
     num_values = cells.loc[cells["mean"].notna(), x].nunique() if x in cells else 0
+    if num_values and cells[x].min() <= 0:
+        raise NoFigure(f"{spec.x_label} goes down to {cells[x].min():g}, which a logarithmic axis cannot show")
     if num_values < 2:
         raise NoFigure(f"{spec.x_label} takes {'one value' if num_values else 'no value'} in this sweep")
     varying = [a for a in frame.cell_axes if cells[a].nunique() > 1 and a not in (ATTENTION, *spec.stands_for)]

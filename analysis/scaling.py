@@ -99,8 +99,8 @@ def analyse(
 
     plots: list[Plot] = []
     skipped = []
-    held_out = [spec for spec in figures.HELD_OUT_FIGURES if spec.x_columns[0] in frame.axes]
-    for spec in (*figures.FIGURES, *held_out):
+    of_task = [spec for spec in figures.TASK_FIGURES if spec.x_columns[0] in frame.axes]
+    for spec in (*figures.FIGURES, *of_task):
         try:
             plots.append(figures.plot_data(cells, spec, frame, value))
         except NoFigure as reason:
@@ -325,6 +325,8 @@ def _variant_lines(report: dict[str, Any]) -> list[str]:
         )
     if len({row[-1] for row in table[1:]}) == 1 and table[1][-1] in ("", "–"):
         table = [row[:-1] for row in table]
+    if valid == value:
+        table = [[row[0], *row[2:]] for row in table]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     return [f"best cell of each variant by {report['selected_by']}"] + [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
@@ -336,8 +338,7 @@ def _fit_lines(fits: list[dict[str, Any]]) -> list[str]:
     if not fitted:
         reasons = sorted({fit["why_not"] for fit in fits})
         return [
-            f"no power laws: {reasons[0]}"
-            + (f" (and {len(reasons) - 1} more reasons, see fits.csv)" if reasons[1:] else "")
+            f"no power laws: {reasons[0]}" + (f" (and {len(reasons) - 1} more, see fits.csv)" if reasons[1:] else "")
         ]
     texts = []
     for fit in fitted:

@@ -12,6 +12,7 @@ import pandas as pd
 
 BEST_BY = ("valid/accuracy", "valid/r2")  # the first one that the sweep measured; greater is better
 TIE_BY = "valid/loss"  # lower is better
+LOSS_ONLY = "valid/perplexity"  # who measures this is a language model, which is judged by its loss
 
 
 def select_points(points: pd.DataFrame, cell_axes: Sequence[str]) -> pd.DataFrame:
@@ -53,7 +54,9 @@ def rank(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def selection_metric(points: pd.DataFrame) -> str:
-    """What the points are ranked by: the first of `BEST_BY` that was measured, else `TIE_BY`."""
+    """What points are ranked by: the first of `BEST_BY` that was measured; else, and for language models, `TIE_BY`."""
+    if LOSS_ONLY in points and points[LOSS_ONLY].notna().any():
+        return TIE_BY
     return next((name for name in BEST_BY if name in points and points[name].notna().any()), TIE_BY)
 
 

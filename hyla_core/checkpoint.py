@@ -20,7 +20,15 @@ _HEADER_BYTES = _PREFIX.size + hashlib.sha256().digest_size
 
 
 class DamagedCheckpoint(Exception):
-    """Bytes that are not the checkpoint asked for; the message is one line that says why."""
+    """Bytes that are not the checkpoint asked for; the message is one line that says why.
+
+    Attributes:
+      trial_id: whose checkpoint it is, where that is known.
+    """
+
+    def __init__(self, message: str, trial_id: str | None = None):
+        super().__init__(message)
+        self.trial_id = trial_id
 
 
 def encode(state: Any, step: int) -> bytes:

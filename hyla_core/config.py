@@ -14,7 +14,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -28,7 +27,9 @@ from hyla_core.attention.variants import VARIANTS
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_EXAMPLES = 2**32  # examples are numbered by an unsigned 32-bit integer
-MAX_FUNCTIONS = 1_000_000  # of fuzzy logic: their table is part of every training's memory
+NumExamples = Annotated[int, Field(ge=0, lt=MAX_EXAMPLES)]
+MAX_FLOAT = 3.4e38  # what a float32 holds
+MAX_FUNCTIONS = 1_000_000  # of fuzzy logic, and combinations of rules: their table is part of every training's memory
 NUM_SRAVEN_RULES = 8  # length of tasks.sraven.RULES
 
 
@@ -53,6 +54,10 @@ class SravenConfig(Config):
 
     @model_validator(mode="after")
     def _rows_have_distinct_values(self) -> Self:
+        if self.num_combinations > MAX_FUNCTIONS:
+            raise ValueError(
+                f"num_features={self.num_features} makes more than {MAX_FUNCTIONS:,} combinations of rules"
+            )
         if self.num_values < self.grid_size:
             raise ValueError(
                 f"num_values={self.num_values} is less than grid_size={self.grid_size}, "
@@ -120,15 +125,15 @@ class FuzzyLogicConfig(Config):
 
     @model_validator(mode="after")
     def _some_function_is_left(self) -> Self:
+        sizes = f"num_variables={self.num_variables} and num_terms={self.num_terms}"
+        if self.num_terms > self.num_conjunctions:
+            raise ValueError(f"{sizes} make no function: there are {self.num_conjunctions} conjunctions")
+        if self.num_seen_functions + self.num_ood_functions > MAX_FUNCTIONS:
+            raise ValueError(f"{sizes} make more than {MAX_FUNCTIONS:,} functions")
         if not self.num_train_functions:
             raise ValueError(
                 f"num_terms={self.num_terms}, test_fraction={self.test_fraction} and ood_fraction={self.ood_fraction} "
                 f"leave none of the functions of 2^{self.num_variables} conjunctions for training"
-            )
-        if self.num_seen_functions + self.num_ood_functions > MAX_FUNCTIONS:
-            raise ValueError(
-                f"num_variables={self.num_variables} and num_terms={self.num_terms} make more than "
-                f"{MAX_FUNCTIONS:,} functions"
             )
         return self
 
@@ -189,6 +194,7 @@ class FuzzyLogicConfig(Config):
         return 1
 
 
+Text = Annotated[str, Field(min_length=1)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -200,7 +206,7 @@ class LanguageConfig(Config):
     """
 
     name: Literal["language"]
-    text: str  # file, folder or glob of .txt, .jsonl, .json or .parquet files (.gz too), or `builtin`
+    text: Text  # file, folder or glob of .txt, .jsonl, .json or .parquet files (.gz too), or `builtin`
     text_sha256: Sha256  # of its content, see corpus.content_hash
     valid_text: str | None = None  # a text of its own for validation; else a share of the documents is held out
     valid_sha256: Sha256 | None = None
@@ -247,9 +253,9 @@ class DataConfig(Config):
 
     num_train: PositiveInt  # the training set: examples 0 … num_train - 1 of the training stream
     num_steps: PositiveInt
-    num_valid: PositiveInt  # evaluation examples of what training shows: seen compositions, fresh examples
-    num_ood: NonNegativeInt  # evaluation examples of held-out parts or, in SRAVEN, rule combinations
-    num_test: NonNegativeInt = 0  # fuzzy logic: evaluation examples of held-out combinations of seen conjunctions
+    num_valid: Annotated[NumExamples, Field(gt=0)]  # evaluation examples of what training shows, fresh ones
+    num_ood: NumExamples  # evaluation examples of held-out parts or, in SRAVEN, rule combinations
+    num_test: NumExamples = 0  # fuzzy logic: evaluation examples of held-out combinations of seen conjunctions
 
 
 class ModelConfig(Config):
@@ -321,8 +327,8 @@ class OptimConfig(Config):
 
     name: Literal["adamw"]
     batch_size: PositiveInt
-    peak_lr: PositiveFloat
-    weight_decay: NonNegativeFloat
+    peak_lr: Annotated[float, Field(gt=0, le=MAX_FLOAT)]
+    weight_decay: Annotated[float, Field(ge=0, le=MAX_FLOAT)]
     warmup_steps: NonNegativeInt
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1  # the cosine's floor, as a share of the peak
     b1: Fraction = 0.9

@@ -11,6 +11,8 @@ import hashlib
 import importlib
 import json
 import os
+import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -47,13 +49,22 @@ def files_of(text: str) -> list[Path]:
     Raises:
       CorpusError: there are none, or there is one of another kind.
     """
-    path = Path(text).expanduser()
-    if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) in SUFFIXES)
-    elif path.is_file():
-        found = [path]
-    else:
-        found = sorted(Path(name) for name in glob.iglob(str(path), recursive=True) if Path(name).is_file())  # noqa: PTH207
+    try:
+        path = Path(text).expanduser()
+        if path.is_dir():
+            path.iterdir()
+            # Through links to folders too, as a glob goes; a link to nothing is found, and refused when it is read.
+            every = (Path(name) for name in glob.iglob(f"{glob.escape(str(path))}/**/*", recursive=True))  # noqa: PTH207
+            found = sorted(file for file in every if not file.is_dir() and _kind(file) in SUFFIXES)
+        elif path.is_file():
+            found = [path]
+        else:
+            found = sorted(Path(name) for name in glob.iglob(str(path), recursive=True) if Path(name).is_file())  # noqa: PTH207
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # a name that is too long, a folder that is closed, a user that is not there
+        raise CorpusError(f"{_short(text)}: can't be read: {getattr(error, 'strerror', None) or error}") from None
     allowed = f"a file, folder or glob of {', '.join(SUFFIXES)} files (.gz too), or {BUILTIN!r}"
     if not found:
         raise CorpusError(f"{text}: no text there; it must be {allowed}")
@@ -64,11 +75,18 @@ def files_of(text: str) -> list[Path]:
 
 
 def _kind(file: Path) -> str:
-    return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+    """The suffix that says how a file is read; Parquet has a compression of its own."""
+    suffix = file.suffix.lower()
+    inner = Path(file.stem).suffix.lower()
+    return inner if suffix == ".gz" and inner != ".parquet" else suffix
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def content_hash(text: str) -> str:
-    """SHA-256 of what a corpus holds, 64 hex digits: of its files' bytes in order, whatever they are called.
+    """SHA-256 of what a corpus holds, 64 hex digits: of its files' kinds and bytes in order, whatever they are called.
 
     Hashes of files are kept in the cache folder by path, size and time of change, so that a corpus is read once.
 
@@ -80,7 +98,9 @@ def content_hash(text: str) -> str:
         for document in _builtin_documents():
             digest.update(document.encode() + b"\0")
         return digest.hexdigest()
-    return hashlib.sha256("".join(_file_hash(file) for file in files_of(text)).encode()).hexdigest()
+    # The same bytes are another text as `.txt` than as `.jsonl`.
+    parts = [f"{_kind(file)} {file.suffix == '.gz'} {_file_hash(file)}" for file in files_of(text)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _file_hash(file: Path) -> str:
@@ -88,7 +108,7 @@ def _file_hash(file: Path) -> str:
         facts = file.stat()
         key = f"{file.absolute()}\0{facts.st_size}\0{facts.st_mtime_ns}"
         kept = cache_folder() / "hashes" / hashlib.sha256(key.encode()).hexdigest()
-        if kept.is_file() and len(known := kept.read_text()) == 64:
+        if kept.is_file() and re.fullmatch(r"[0-9a-f]{64}", known := kept.read_bytes().decode("ascii", "replace")):
             return known
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -107,7 +127,10 @@ def _file_hash(file: Path) -> str:
 def cache_folder() -> Path:
     """Where what follows from a corpus is kept: HYLA_CACHE, else `hyla` in the user's cache folder."""
     if chosen := os.environ.get("HYLA_CACHE"):
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:
+            raise CorpusError(f"HYLA_CACHE={chosen}: {error}") from None
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hyla"
 
 
@@ -126,8 +149,8 @@ def documents_of(text: str, reading: Reading) -> Iterator[str]:
                 if stripped := document.strip():
                     yield stripped
         except UnicodeDecodeError as error:
-            raise CorpusError(f"{file}: not UTF-8 text: {error.reason} at byte {error.start} of a line") from None
-        except (OSError, EOFError) as error:
+            raise CorpusError(f"{file}: not UTF-8 text: {error.reason}") from None
+        except (OSError, EOFError, zlib.error) as error:
             raise CorpusError(f"{file}: can't be read: {getattr(error, 'strerror', None) or error}") from None
 
 
@@ -157,8 +180,8 @@ def _documents_of_file(file: Path, reading: Reading) -> Iterator[str]:
 
 def _opened(file: Path) -> IO[str]:
     if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8")
-    return file.open(encoding="utf-8", buffering=_READ_BYTES)
+        return gzip.open(file, "rt", encoding="utf-8-sig")
+    return file.open(encoding="utf-8-sig", buffering=_READ_BYTES)  # without the mark that some editors put first
 
 
 def _parquet_rows(file: Path, column: str) -> Iterator[str]:
@@ -183,10 +206,11 @@ def _json_text(file: Path, number: int, line: str, column: str) -> str:
         return ""
     try:
         text = json.loads(line)[column]
-    except (ValueError, TypeError, KeyError):
+        text.encode()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         text = None
     if not isinstance(text, str):
-        raise CorpusError(f"{file}:{number}: not a JSON object with a text {column!r}")
+        raise CorpusError(f"{file}:{number}: not one JSON object a line with a text {column!r}")
     return text
 
 

@@ -90,14 +90,16 @@ def sequences_of(config: LanguageConfig, split: str, split_seed: int) -> Sequenc
         return Sequences(found.ids, starts, ends, found.bounds, config.seq_len, packed)
     if not has_own_text:
         if len(ends) < 2:
-            raise ValueError(f"task.text={config.text} holds {len(ends)} documents; two are needed to hold one out")
+            number = "one document" if len(ends) else "no document"
+            raise ValueError(f"task.text={config.text} holds {number}; two are needed to hold one out")
         num_valid = max(1, int(config.valid_fraction * len(ends)))
         is_valid = np.zeros(len(ends), bool)
         is_valid[np.random.default_rng(split_seed).permutation(len(ends))[:num_valid]] = True
         chosen = is_valid if split == "valid" else ~is_valid
         starts, ends = starts[chosen], ends[chosen]
     lengths = ends - starts
-    sizes = lengths if packed else -(-lengths // config.seq_len)
+    # The first token of a sequence is not asked for, so a last token that is left alone makes none.
+    sizes = lengths if packed else -(-(lengths - 1) // config.seq_len)
     firsts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     return Sequences(found.ids, starts, ends, firsts, config.seq_len, packed)
 
@@ -115,10 +117,11 @@ def check_enough(config: TrainConfig) -> None:
     for split, wanted in (("train", config.data.num_train), ("valid", config.data.num_valid)):
         there = len(sequences_of(task, split, config.seeds.split))
         if wanted > there:
-            text = task.valid_text if split == "valid" and task.valid_text else task.text
+            has_own = split == "valid" and task.valid_text is not None
+            text = f"task.valid_text={task.valid_text}" if has_own else f"task.text={task.text}"
             raise ValueError(
                 f"data.num_{split}={wanted} is more than the {there:,} sequences of task.seq_len={task.seq_len} tokens "
-                f"that task.text={text} holds for {'training' if split == 'train' else 'validation'}"
+                f"that {text} holds for {'training' if split == 'train' else 'validation'}"
             )
 
 
@@ -136,8 +139,13 @@ def shuffled(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     Returns:
       int64 [batch].
 
+    Raises:
+      ValueError: an index is not below size.
+
     Reference: Luby and Rackoff, 1988 (Feistel networks as permutations); Black and Rogaway, 2002 (cycle walking).
     """
+    if len(index) and not 0 <= np.min(index) <= np.max(index) < size:
+        raise ValueError(f"index={np.max(index)} is out of range; there are {size}")
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()

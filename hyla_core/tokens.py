@@ -29,7 +29,7 @@ PAD, END = 0, 1
 SPECIAL_TOKENS = ("<pad>", "<end>")
 TRAIN_CHARACTERS = 2**29
 """How much of a corpus the tokenizer is trained on, from its beginning: more hardly changes the merges."""
-_FORMAT = 1
+_FORMAT = 2
 _HASHED_BYTES = 2**27
 _BATCH = 1024  # documents encoded at once
 
@@ -100,7 +100,8 @@ def _train_tokenizer(config: LanguageConfig, folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_first_characters(documents_of(config.text, _reading(config))), trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not by the library's own way of saving, whose errors name no file.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str())
 
 
 def _first_characters(documents: Iterable[str]) -> Iterator[str]:
@@ -117,15 +118,17 @@ def _write_tokens(
 ) -> None:
     _check_content(text, wanted)
     encoder = _library().Tokenizer.from_file(str(tokenizer))
+    # What looks like a special token in a text is text.
+    encoder.encode_special_tokens = True
     documents = documents_of(text, _reading(config))
     end = 0
     with (folder / "ids").open("wb") as ids, (folder / "bounds").open("wb") as bounds:
-        np.zeros(1, np.int64).tofile(bounds)
+        bounds.write(np.zeros(1, np.int64).tobytes())
         while batch := list(itertools.islice(documents, _BATCH)):
             encoded = [np.array([*encoding.ids, END], dtype) for encoding in encoder.encode_batch(batch)]
-            np.concatenate(encoded).tofile(ids)
+            ids.write(np.concatenate(encoded).tobytes())
             lengths = np.cumsum([len(document) for document in encoded], dtype=np.int64)
-            (end + lengths).tofile(bounds)
+            bounds.write((end + lengths).tobytes())
             end += int(lengths[-1])
 
 
@@ -162,15 +165,19 @@ def _made(kind: str, recipe: dict[str, Any], make: Any) -> Path:
     with _locked(folder.with_suffix(".lock")):
         if _is_whole(folder):
             return folder
-        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=root))
+        for left in root.glob(f"{folder.name}.tmp*"):  # by one that was killed: whoever lives holds the lock
+            shutil.rmtree(left, ignore_errors=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp", dir=root))
         try:
             make(temporary)
             manifest = {"recipe": json.loads(text), "files": {file.name: _facts(file) for file in temporary.iterdir()}}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             for file in temporary.iterdir():
                 _sync(file)
-            if folder.exists():
+            if folder.is_dir():
                 shutil.rmtree(folder)  # what was damaged
+            else:
+                folder.unlink(missing_ok=True)
             temporary.rename(folder)
             _sync(root)
         finally:

@@ -76,7 +76,8 @@ class MemberProgress(NamedTuple):
     trial_id: str
     step: int  # updates done; of a diverged member, the first update whose loss was not finite
     num_steps: int
-    loss: float  # mean training loss over the last chunk; NaN before the first
+    # mean training loss over the last chunk, whose length follows from the speed: to look at. Rows hold what is exact.
+    loss: float  # NaN before the first
     status: str  # running | finished | diverged | interrupted
 
 
@@ -164,7 +165,7 @@ def train(
     return _Run(configs, report, cadence, resume_from, should_stop, final_checkpoints, mesh).run()
 
 
-def restore_params(config: TrainConfig, data: bytes | Path) -> tuple[Params, int]:
+def restore_params(config: TrainConfig, data: bytes | Path | ShardedState) -> tuple[Params, int]:
     """The parameters that a checkpoint of a training holds; compiles nothing.
 
     Args:
@@ -173,12 +174,15 @@ def restore_params(config: TrainConfig, data: bytes | Path) -> tuple[Params, int
         a sharded one.
 
     Returns:
-      The tree of parameters, float32 numpy arrays, and the step that they were saved at.
+      The tree of parameters, float32 numpy arrays (of a `ShardedState`, on its devices), and the step that they were
+      saved at.
 
     Raises:
       DamagedCheckpoint: the bytes are truncated or damaged, or the parameters are those of another shape.
     """
     like = jax.eval_shape(functools.partial(model.init_params, config), jax.random.key(0))
+    if isinstance(data, ShardedState):
+        return data.state.params, data.step
     if isinstance(data, Path):
         return sharded_checkpoint.restore(data, like, "params")
     return checkpoint.decode_field(data, "params", like)
@@ -453,7 +457,12 @@ class _Program:
         """The loss and all means over one training batch."""
         logits = model.apply(self._shape, params, batch.inputs, dropout_rng=dropout_rng)
         values, weights = self._task.metrics(logits, batch), self._task.weights(batch)
-        means = {name: jnp.average(of_examples, weights=weights) for name, of_examples in values.items()}
+        if weights is None:
+            means = {name: jnp.mean(of_examples) for name, of_examples in values.items()}
+        else:
+            # A batch in which nothing counts teaches nothing, and does no harm.
+            total = jnp.maximum(jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
+            means = {name: jnp.sum(of_examples * weights) / total for name, of_examples in values.items()}
         return means["loss"], means
 
     def _evaluate(self, params: Params, members: Member, feed: Any, group: "_EvalGroup") -> dict[str, Array]:
@@ -847,10 +856,10 @@ class _Run:
             else:
                 state, step = checkpoint.decode(data, self._program.member_state)
         except DamagedCheckpoint as error:
-            raise DamagedCheckpoint(f"trial {trial_id}: {error}") from error
+            raise DamagedCheckpoint(f"trial {trial_id}: {error}", trial_id) from error
         if step > self._num_steps:
             raise DamagedCheckpoint(
-                f"trial {trial_id}: checkpoint is of step {step}, beyond num_steps={self._num_steps}"
+                f"trial {trial_id}: checkpoint is of step {step}, beyond num_steps={self._num_steps}", trial_id
             )
         return state, step
 

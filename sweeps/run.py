@@ -109,7 +109,7 @@ def lacking(trials: Sequence[TrialSpec]) -> str | None:
         except (ValueError, ModuleNotFoundError) as error:
             return str(error)
         except OSError as error:
-            return f"{error.filename or 'the cache folder'}: {error.strerror}"
+            return f"{error.filename or cache_folder()}: {error.strerror or error}"
     return None
 
 
@@ -205,6 +205,10 @@ class _Request:
         from hyla_core.layout import layout
 
         num_devices = max(1, int(run.resources.gpu or run.resources.tpu or 1))
+        if self.args.in_process:
+            from sweeps.cluster import machine
+
+            num_devices = max(1, *(machine.num_accelerators(kind) for kind in ("GPU", "TPU")))
         for config in {trial.config.model: trial.config for trial in self.trials}.values():
             try:
                 layout(config, 1, num_devices, model_parallel=run.model_parallel)

@@ -56,6 +56,11 @@ class Language(Task):
             raise ValueError(f"split={split!r} does not exist here; choose one of {['train', *self.eval_splits]}")
         sequences = _sequences(self.config, split, seeds.split)
         index = np.asarray(index, np.int64)
+        needed = num_train if split == "train" else int(np.max(index, initial=-1)) + 1
+        if needed > len(sequences):
+            raise ValueError(
+                f"{needed} examples of split={split!r} are asked for; the text has {len(sequences)} sequences"
+            )
         if split != "train":
             numbers = shuffled(index, len(sequences), (seeds.split, _VALID))
         else:

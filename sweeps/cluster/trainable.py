@@ -161,13 +161,17 @@ class _PackRun:
             from hyla_core.checkpoint import DamagedCheckpoint
 
             _reset_peak_memory()
-            try:
-                self._train(resume_from)
-            except DamagedCheckpoint:
-                # Its bytes are whole, but of another training: code changed that should have raised RESULTS_VERSION.
-                self._start_afresh()
-                self._train({})
-            return PackOutcome(self._statuses)
+            while True:
+                try:
+                    self._train(resume_from)
+                    return PackOutcome(self._statuses)
+                except DamagedCheckpoint as error:
+                    # Its bytes are whole, but of another training: code changed that should have raised
+                    # RESULTS_VERSION. The others of the pack go on from theirs.
+                    if error.trial_id not in resume_from:
+                        raise
+                    del resume_from[error.trial_id]
+                    self._start_afresh(error.trial_id)
         except Exception as error:
             return self._fail(error)
         finally:
@@ -188,10 +192,9 @@ class _PackRun:
             model_parallel=self._job.model_parallel,
         )
 
-    def _start_afresh(self) -> None:
-        for trial_id, writer in self._writers.items():
-            self._store.clear_checkpoints(trial_id)
-            writer.update(start_step=0)
+    def _start_afresh(self, trial_id: str) -> None:
+        self._store.clear_checkpoints(trial_id)
+        self._writers[trial_id].update(start_step=0)
 
     def _begin(self) -> dict[str, bytes | Path]:
         """Claims the trials that have no result and that nobody else works on.

@@ -83,6 +83,42 @@ def test_the_builtin_corpus_is_prose_that_python_brings_along():
     assert content_hash(corpus.BUILTIN) == content_hash(corpus.BUILTIN)
 
 
+def test_the_same_bytes_are_another_text_where_they_are_read_in_another_way(tmp_path):
+    line = json.dumps({"text": "x", "url": "y"})
+    hashes = set()
+    for name in ("a.txt", "b.jsonl", "C.TXT"):
+        (tmp_path / name).write_text(line)
+        hashes.add(content_hash(str(tmp_path / name)))
+    assert len(hashes) == 2
+
+
+def test_folders_are_followed_through_links_and_a_link_to_nothing_is_named(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "texts" / "A.TXT").write_text("\ufeffone")
+    (tmp_path / "elsewhere" / "b.txt").write_text("two")
+    (tmp_path / "texts" / "more").symlink_to(tmp_path / "elsewhere")
+    assert list(documents_of(str(tmp_path / "texts"), Reading())) == ["one", "two"]
+    (tmp_path / "texts" / "z.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CorpusError, match=r"z\.txt: can't be read: No such file"):
+        content_hash(str(tmp_path / "texts"))
+
+
+@pytest.mark.parametrize("text", ["~nobody-of-this-name/x.txt", "/" + 300 * "a" + ".txt"])
+def test_paths_that_the_system_refuses_are_one_line(text):
+    with pytest.raises(CorpusError, match="can't be read"):
+        files_of(text)
+
+
+def test_a_damaged_kept_hash_is_not_believed(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    expected = content_hash(str(tmp_path / "a.txt"))
+    (kept,) = (tmp_path / "cache" / "hashes").iterdir()
+    for damaged in (b"\xff\xfe" * 32, b"g" * 64, b""):
+        kept.write_bytes(damaged)
+        assert content_hash(str(tmp_path / "a.txt")) == expected
+
+
 def bad_utf8(path):
     path.with_suffix(".txt").write_bytes(b"fine\n\xff\xfe")
     return path.with_suffix(".txt")
@@ -116,6 +152,23 @@ def cut_gzip(path):
     return path.with_suffix(".txt.gz")
 
 
+def damaged_gzip(path):
+    file = cut_gzip(path)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:20] + bytes(byte ^ 255 for byte in whole[20:30]) + whole[30:])
+    return file
+
+
+def deep_json(path):
+    path.with_suffix(".jsonl").write_text("[" * 100_000)
+    return path.with_suffix(".jsonl")
+
+
+def lone_surrogate(path):
+    path.with_suffix(".jsonl").write_text(json.dumps({"text": "\ud800"}))
+    return path.with_suffix(".jsonl")
+
+
 def no_gzip(path):
     path.with_suffix(".txt.gz").write_text("plain")
     return path.with_suffix(".txt.gz")
@@ -128,9 +181,12 @@ def no_gzip(path):
         (no_parquet, "not a Parquet file"),
         (other_column, "has no column 'text'; choose one of ['body']"),
         (numbers, "column 'text' holds int, not text"),
-        (bad_json, ":2: not a JSON object with a text 'text'"),
+        (bad_json, ":2: not one JSON object a line with a text 'text'"),
         (cut_gzip, "can't be read"),
         (no_gzip, "can't be read"),
+        (damaged_gzip, "can't be read"),
+        (deep_json, ":1: not one JSON object"),
+        (lone_surrogate, ":1: not one JSON object"),
     ],
 )
 def test_what_cannot_be_read_is_one_line_with_the_file(tmp_path, make, message):

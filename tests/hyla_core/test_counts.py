@@ -161,7 +161,7 @@ MEMORY_CASES: dict[str, dict[str, Any]] = {name: {"attention": name} for name in
 
 def planned_bytes(config: TrainConfig, num_members: int) -> int:
     """What the compiler sets aside for the program that trains a pack."""
-    plan = train._Program(train.program_shape(config), num_members).advance.memory_analysis()
+    plan = train._Program(train.program_shape(config), num_members, None).advance.memory_analysis()
     return plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes + plan.temp_size_in_bytes
 
 

@@ -27,7 +27,8 @@ def slow_sequences(documents: list[list[int]], seq_len: int, packed: bool) -> li
         stream = [token for document in documents for token in document]
         return [stream[i : i + seq_len] for i in range(0, len(stream) - seq_len + 1, seq_len)]
     pieces = [document[i : i + seq_len] for document in documents for i in range(0, len(document), seq_len)]
-    return [piece + [PAD] * (seq_len - len(piece)) for piece in pieces]
+    # A token that stands alone has nothing before it, so that nobody can be asked for it.
+    return [piece + [PAD] * (seq_len - len(piece)) for piece in pieces if len(piece) > 1]
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,6 +76,13 @@ def test_shuffling_is_a_permutation(size, key):
     np.testing.assert_array_equal(shuffled(np.arange(size)[::-1], size, key), order[::-1])
 
 
+def test_an_index_beyond_the_size_is_refused():
+    for index in ([5], [-1], [0, 10**6]):
+        with pytest.raises(ValueError, match="is out of range; there are 5"):
+            shuffled(np.array(index), 5, (0,))
+    assert len(shuffled(np.array([], np.int64), 5, (0,))) == 0
+
+
 def test_shuffles_differ_and_look_random():
     size = 10_000
     orders = [shuffled(np.arange(size), size, key) for key in ((0, 1, 0), (0, 1, 1), (1, 1, 0))]
@@ -118,5 +126,5 @@ def test_too_little_text_is_named(monkeypatch):
     with pytest.raises(ValueError, match=r"model\.causal=False lets task\.name='language' see what it predicts"):
         TrainConfig.model_validate({**fields, "model": fields["model"] | {"causal": False}, "data": data})
     monkeypatch.setattr(sequences.tokens, "load", lambda config, split="train": given_tokens([8]))
-    with pytest.raises(ValueError, match="holds 1 documents; two are needed to hold one out"):
+    with pytest.raises(ValueError, match="holds one document; two are needed to hold one out"):
         check_enough(TrainConfig.model_validate({**fields, "data": data}))

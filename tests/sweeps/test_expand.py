@@ -365,9 +365,9 @@ def test_texts_are_found_from_the_projects_root_and_named_by_their_content(texts
     (trial,) = language(texts / "sweeps", "text: data/train.txt, valid_text: data/valid.txt")
     task = trial.config.task
     assert task.text == str(texts / "data" / "train.txt")
-    # The hash of the list of the files' hashes.
+    # The hash of the list of the files' kinds and hashes.
     of_file = hashlib.sha256(b"some text").hexdigest()
-    assert task.text_sha256 == hashlib.sha256(of_file.encode()).hexdigest()
+    assert task.text_sha256 == hashlib.sha256(f".txt False {of_file}".encode()).hexdigest()
     assert trial.config.model.max_distance == task.seq_len == 128
 
     monkeypatch.chdir(texts / "data")

@@ -112,7 +112,9 @@ def test_a_split_that_holds_out_nothing_does_not_exist():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_terms": 17}, "leave none of the functions of 2^4 conjunctions"),
+        ({"num_terms": 17}, "make no function: there are 16 conjunctions"),
+        ({"num_terms": 13}, "leave none of the functions of 2^4 conjunctions"),
+        ({"num_variables": 16, "num_terms": 1000}, "make more than 1,000,000 functions"),
         ({"ood_fraction": 0.99}, "leave none of the functions"),
         ({"num_variables": 10}, None),
         ({"num_variables": 10, "num_terms": 3}, "make more than 1,000,000 functions"),

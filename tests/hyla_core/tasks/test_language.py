@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from quick_jit import known_options
 
-from hyla_core import checkpoint, corpus, train
+from hyla_core import checkpoint, corpus, tokens, train
 from hyla_core.config import Cadence, LanguageConfig, SeedsConfig, TrainConfig
 from hyla_core.sequences import sequences_of
 from hyla_core.tasks import Batch, make_task
@@ -75,6 +75,38 @@ def test_a_pass_shows_each_sequence_of_the_training_set_once_in_a_new_order(text
     assert small <= large < set(first)
     straddling = task.fetch("train", SEEDS, np.arange(there - 2, there + 2), there).targets
     assert [tuple(row) for row in straddling.tolist()] == first[-2:] + second[:2]
+
+
+def test_more_than_the_text_holds_is_refused(text):
+    task = make_task(language_config(text))
+    there = {split: len(sequences_of(task.config, split, 0)) for split in ("train", "valid")}
+    with pytest.raises(
+        ValueError, match=f"10000 examples of split=.train. .*; the text has {there['train']}"
+    ):
+        task.fetch("train", SEEDS, np.arange(3), 10_000)
+    with pytest.raises(ValueError, match=f"the text has {there['valid']}"):
+        task.fetch("valid", SEEDS, np.array([there["valid"]]), 10)
+
+
+def test_a_batch_of_which_nothing_counts_does_no_harm(text, monkeypatch):
+    config = train_config(text)
+    blank = Batch(np.zeros((8, 6), np.int32), np.zeros((8, 6), np.int32))
+    fetch = type(make_task(config.task)).fetch
+
+    def sometimes_blank(self, split, seeds, index, num_train):
+        return blank if split == "train" and index[0] == 16 else fetch(self, split, seeds, index, num_train)
+
+    monkeypatch.setattr("hyla_core.tasks.language.Language.fetch", sometimes_blank)
+    recorder = run([config])
+    assert recorder.reports[-1].progress[0].status == "finished"
+    assert all(math.isfinite(row.value) for row in recorder.rows(config))
+
+
+def test_what_looks_like_a_special_token_is_text(tmp_path):
+    (tmp_path / "text.txt").write_text("a <pad> b <end> c\nsecond")
+    found = tokens.load(language_config(str(tmp_path / "text.txt")))
+    assert found.ids.tolist().count(PAD) == 0
+    assert found.ids.tolist().count(END) == 2
 
 
 def test_seeds_choose_the_order_and_the_documents_of_validation(text):

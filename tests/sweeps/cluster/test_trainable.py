@@ -173,19 +173,22 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_saved(train, pack, job, s
     assert set(run_pack(pack, job).statuses.values()) == {"finished"}
 
 
-def test_a_whole_checkpoint_of_another_training_is_dropped(train, pack, job, store, monkeypatch):
+def test_a_whole_checkpoint_of_another_training_is_dropped_and_that_of_its_neighbour_is_not(
+    train, pack, job, store, monkeypatch
+):
     first, second = ids(pack)
     store.save_checkpoint(first, 10, checkpoint(10))
+    store.save_checkpoint(second, 15, checkpoint(15))
 
     def refusing(configs, report, *, resume_from, **options):
-        if resume_from:
-            raise DamagedCheckpoint("it does not fit")
+        if first in resume_from:
+            raise DamagedCheckpoint("it does not fit", first)
         return train(configs, report, resume_from=resume_from, **options)
 
     monkeypatch.setattr("hyla_core.train.train", refusing)
     assert set(run_pack(pack, job).statuses.values()) == {"finished"}
-    assert train.calls == [{first: 0, second: 0}]
-    assert store.trials()["start_step"].tolist() == [0, 0]
+    assert train.calls == [{first: 0, second: 15}]
+    assert store.trials().set_index("trial_id")["start_step"].to_dict() == {first: 0, second: 15}
     assert store.metrics(trial_ids=[first])["step"].tolist() == [5, 10, 15, 20]
 
 
