@@ -360,7 +360,8 @@ def draw_overview(
             _y_axis(axes, value, y_limits)
             axes.tick_params(labelleft=position % num_columns == 0)
             axes.set_xlabel(x_label, labelpad=2, fontsize=7)
-            axes.set_title(header, fontsize=7.5, pad=4)
+            # Panels stand close together: a long header is set smaller, not over its neighbour's.
+            axes.set_title(header, fontsize=min(7.5, 7.5 * 45 / max(1, len(header))), pad=4)
         canvas.label("", _value_label(value, frame, short=True))
     return canvas.figure
 
@@ -383,6 +384,7 @@ def _draw_gap(axes: Axes, cells: pd.DataFrame, value: str, y_limits: tuple[float
             )
     low, high = _padded(cells[valid].min(), cells[valid].max(), _is_log(value))
     low, high = min(low, y_limits[0]), max(high, y_limits[1])  # the diagonal, where both splits agree, is in view
+    low, high = _padded(low, high, _is_log(value))  # so that no marker is cut
     axes.plot([low, high], [low, high], color=MUTED, lw=0.7, zorder=1)
     if _is_log(value):
         axes.set_xscale("log")
@@ -661,7 +663,9 @@ def _x_axis(axes: Axes, plot: Plot) -> None:
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     at_values = plot.spec.ticks == "values" or _has_fractions(plot)
-    ticks = _thinned(xs, 0.2 if _has_fractions(plot) else 0.07) if at_values else _round_ticks(low, high)
+    # A round tick at the very end would stand under the next panel's first one.
+    end = low * (high / low) ** 0.95
+    ticks = _thinned(xs, 0.2 if _has_fractions(plot) else 0.07) if at_values else _round_ticks(low, end)
     _set_ticks(axes.xaxis, ticks, _tick_texts(plot, ticks))
 
 
@@ -695,6 +699,9 @@ def _round_ticks(low: float, high: float) -> list[float]:
         best = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
         if len(best) >= 3:
             break
+    if len(best) < 3:
+        # Over so short a range a logarithmic axis is nearly even: what is round on an even one.
+        best = [float(tick) for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high]
     stride = -(-len(best) // 6)
     return best[::stride] if best else [low, high]
 

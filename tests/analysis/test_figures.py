@@ -242,7 +242,8 @@ def test_si_text(number, text):
         (2e4, 3e6, [3e4, 1e5, 3e5, 1e6, 3e6]),
         (9e3, 2e7, [1e4, 1e5, 1e6, 1e7]),
         (9e4, 6e5, [1e5, 3e5]),
-        (1.1e5, 1.3e5, [1.1e5, 1.3e5]),
+        (1.1e5, 1.3e5, [1.12e5, 1.16e5, 1.2e5, 1.24e5, 1.28e5]),
+        (3.5, 5.1, [3.6, 4, 4.4, 4.8]),
     ],
 )
 def test_round_ticks_lie_inside_and_are_few(low, high, expected):

@@ -80,9 +80,7 @@ def test_a_pass_shows_each_sequence_of_the_training_set_once_in_a_new_order(text
 def test_more_than_the_text_holds_is_refused(text):
     task = make_task(language_config(text))
     there = {split: len(sequences_of(task.config, split, 0)) for split in ("train", "valid")}
-    with pytest.raises(
-        ValueError, match=f"10000 examples of split=.train. .*; the text has {there['train']}"
-    ):
+    with pytest.raises(ValueError, match=f"10000 examples of split=.train. .*; the text has {there['train']}"):
         task.fetch("train", SEEDS, np.arange(3), 10_000)
     with pytest.raises(ValueError, match=f"the text has {there['valid']}"):
         task.fetch("valid", SEEDS, np.array([there["valid"]]), 10)
