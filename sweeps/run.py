@@ -540,7 +540,7 @@ class _Driver:
             status = OK if complete else SOME_FAILED
 
         diverged = f" ({statuses['diverged']} diverged)" if statuses["diverged"] else ""
-        begun = f", {interrupted} more saved half-way" if interrupted else ""
+        begun = f", {interrupted} more begun and not finished" if interrupted else ""
         say(
             f"{request.spec.name}: {done} of {len(found)} trials{diverged} are in {request.shown_store}; "
             f"{len(self._trained)} trained now{begun}, in {duration(wall_s)}"

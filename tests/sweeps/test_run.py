@@ -217,7 +217,7 @@ def test_a_signal_saves_and_the_next_run_goes_on(train, run, store, capsys):
     assert signal.getsignal(signal.SIGTERM) is before
     assert statuses(store) == ["finished"] * 2 + ["interrupted"] * 2
     out = capsys.readouterr().out
-    assert "2 more saved half-way" in out
+    assert "2 more begun and not finished" in out
     assert "to continue: python -m sweeps run" in out
     assert not list((store.path / "claims").iterdir())
 
