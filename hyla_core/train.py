@@ -234,7 +234,7 @@ def gradient_step(
 class _Program:
     """The compiled functions of one shape, and the shapes and layout of what they take and return."""
 
-    def __init__(self, shape: TrainConfig, num_members: int, mesh: Mesh | None):
+    def __init__(self, shape: TrainConfig, num_members: int, mesh: Mesh | None = None):
         self._shape, self._mesh = shape, mesh
         self._task = make_task(shape.task)
         self._eval_batches = _EvalBatches.of(shape, self._task.eval_splits)
