@@ -144,8 +144,8 @@ def step_memory_bytes(config: TrainConfig, num_members: int = 1, *, side_by_side
       mlp: before, within and after the activation 3·s·f, or 6·s·f for swiglu's two branches; 2·s·f more with dropout.
     Per example, in the layer that is worked on: gradients with respect to scores and weights 2·h·s², the hidden layer
     (m + 1)·s²·v/h where there is one, the MLP 2·s·f and the stream 2·s·e. At the two ends: inputs s·i, embedding and
-    last norm 6·s·e, logits 3·s·o, o the vocabulary where the embedding table reads out. Members side by side have all
-    of this each, those that take turns share room for one.
+    last norm 6·s·e, logits 3·s·o, or 4·s·vocab where the embedding table reads out and every position is scored.
+    Members side by side have all of this each, those that take turns share room for one.
 
     All are counted as float32, whatever the dtype of activations: scores, weights and norms are, and processors without
     bfloat16 compute the rest in float32 as well. The program itself and workspaces of libraries come on top.
@@ -170,7 +170,8 @@ def step_memory_bytes(config: TrainConfig, num_members: int = 1, *, side_by_side
         saved += 6 * s * e + s * (2 * q + variant.num_values * v) + weights_copies * h * s * s + s * v
         saved += (num_sums + 1) * num_sums * hidden
         in_work += 2 * h * s * s + (num_sums + 1) * hidden * (num_sums > 0)
-    ends = s * (task.input_dim + 6 * e + 3 * (task.output_dim or task.vocab_size or 0))
+    logits = 3 * task.output_dim if task.output_dim is not None else 4 * (task.vocab_size or 0)
+    ends = s * (task.input_dim + 6 * e + logits)
     activations = config.optim.batch_size * (model.num_layers * saved + in_work + ends)
     params = sum(num_params(config).values())
     if side_by_side or num_members == 1:

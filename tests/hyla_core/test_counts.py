@@ -202,6 +202,16 @@ def test_step_memory_is_within_a_factor_of_two_on_the_shipped_sweep(tiny, attent
     assert_within_a_factor_of_two(config, 2 if tiny else 8, side_by_side=not tiny)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["softmax", "hyla"])
+@pytest.mark.parametrize("sweep", ["fuzzy_logic", "language"])
+def test_step_memory_is_within_a_factor_of_two_on_the_other_tiny_sweeps(sweep, attention, tmp_path, monkeypatch):
+    monkeypatch.setenv("HYLA_CACHE", str(tmp_path))
+    trials = expand(load_sweep(Path(sweeps.__file__).parent / f"{sweep}.yaml", tiny=True))
+    config = next(trial.config for trial in trials if trial.config.model.attention == attention)
+    assert_within_a_factor_of_two(config, 2, side_by_side=False)
+
+
 @pytest.mark.parametrize(("num_features", "seq_len"), [(1, 9), (2, 18)])
 @pytest.mark.parametrize(("gated", "copies"), [(False, (2, 2)), (True, (6, 3))])
 def test_step_memory_grows_with_the_square_of_hylas_sequence(num_features, seq_len, gated, copies):
