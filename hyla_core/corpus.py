@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from hyla_core.durable import sha256_of
+
 BUILTIN = "builtin"
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 _READ_BYTES = 2**20
@@ -110,8 +112,7 @@ def _file_hash(file: Path) -> str:
         kept = cache_folder() / "hashes" / hashlib.sha256(key.encode()).hexdigest()
         if kept.is_file() and re.fullmatch(r"[0-9a-f]{64}", known := kept.read_bytes().decode("ascii", "replace")):
             return known
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = sha256_of(file)
     except OSError as error:
         raise CorpusError(f"{file}: can't be read: {error.strerror}") from None
     try:

@@ -6,7 +6,6 @@ or with a file that differs, is recognised as damaged, as single files are (`hyl
 """
 
 import errno
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from flax import serialization
 
 from hyla_core.checkpoint import DamagedCheckpoint, check_structure
+from hyla_core.durable import sha256_of, sync
 
 FORMAT_VERSION = 1
 _MANIFEST, _STATE = "manifest.json", "state"
@@ -54,7 +54,7 @@ class ShardedState(NamedTuple):
         }
         (folder / _MANIFEST).write_text(json.dumps(manifest))
         for path in (*files, folder / _MANIFEST, *{path.parent for path in files}, folder):
-            _sync(path)
+            sync(path)
 
 
 def read_step(folder: Path) -> int:
@@ -126,14 +126,4 @@ def restore(folder: Path, like: Any, field: str | None = None) -> tuple[Any, int
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -24,6 +23,7 @@ import numpy as np
 
 from hyla_core.config import LanguageConfig
 from hyla_core.corpus import Reading, cache_folder, content_hash, documents_of
+from hyla_core.durable import sha256_of, sync
 
 PAD, END = 0, 1
 SPECIAL_TOKENS = ("<pad>", "<end>")
@@ -65,7 +65,7 @@ def load(config: LanguageConfig, split: str = "train") -> Tokens:
     if text is None or wanted is None:
         raise ValueError("task.valid_text is not set: this task has no text of its own for validation")
     dtype = np.dtype(np.uint16 if config.vocab_size <= 2**16 else np.uint32)
-    recipe = {"tokenizer": _hash_of(tokenizer), "text": wanted, **_reading(config)._asdict(), "dtype": dtype.name}
+    recipe = {"tokenizer": sha256_of(tokenizer), "text": wanted, **_reading(config)._asdict(), "dtype": dtype.name}
     folder = _made("tokens", recipe, functools.partial(_write_tokens, config, text, wanted, tokenizer, dtype))
     return Tokens(
         np.memmap(folder / "ids", dtype, "r") if (folder / "ids").stat().st_size else np.zeros(0, dtype),
@@ -173,13 +173,13 @@ def _made(kind: str, recipe: dict[str, Any], make: Any) -> Path:
             manifest = {"recipe": json.loads(text), "files": {file.name: _facts(file) for file in temporary.iterdir()}}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             for file in temporary.iterdir():
-                _sync(file)
+                sync(file)
             if folder.is_dir():
                 shutil.rmtree(folder)  # what was damaged
             else:
                 folder.unlink(missing_ok=True)
             temporary.rename(folder)
-            _sync(root)
+            sync(root)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return folder
@@ -197,7 +197,7 @@ def _is_whole(folder: Path) -> bool:
 def _facts(file: Path) -> dict[str, Any]:
     """Size of a file and, unless reading it would take seconds, a hash of its bytes."""
     size = file.stat().st_size
-    return {"bytes": size, "sha256": _hash_of(file) if size <= _HASHED_BYTES else None}
+    return {"bytes": size, "sha256": sha256_of(file) if size <= _HASHED_BYTES else None}
 
 
 @contextlib.contextmanager
@@ -205,15 +205,3 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield  # closing the file gives the lock back, and so does a crash
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _hash_of(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -47,7 +47,7 @@ class Task(abc.ABC):
 
     def sample(self, tables: Mapping[str, np.ndarray | Array], split: str, rng: Array, index: Array) -> Batch:
         """Examples `index` (uint32 [batch]) of a split, each a function of (rng, split, its index) alone. Traceable."""
-        raise NotImplementedError(f"{type(self).__name__} reads its examples on the host; use `fetch`")
+        raise TypeError(f"{type(self).__name__} reads its examples on the host; use `fetch`")
 
     def fetch(self, split: str, seeds: SeedsConfig, index: np.ndarray, num_train: int) -> Batch:
         """Examples of a split, read on the host.
@@ -62,7 +62,7 @@ class Task(abc.ABC):
         Returns:
           numpy arrays.
         """
-        raise NotImplementedError(f"{type(self).__name__} draws its examples on the device; use `sample`")
+        raise TypeError(f"{type(self).__name__} draws its examples on the device; use `sample`")
 
     @abc.abstractmethod
     def metrics(self, logits: Array, batch: Batch) -> dict[str, Array]:
