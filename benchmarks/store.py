@@ -36,7 +36,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from sweeps.store import Store, compact
+from sweeps.store import TRIALS, AttemptWriter, Store, compact
+from sweeps.store.places import LocalPlace
 
 SWEEP = "sraven-scaling"
 MIN_ROWS = 10
@@ -44,7 +45,7 @@ EVAL_METRICS = [(split, metric) for split in ("valid", "ood") for metric in ("lo
 TRAIN_METRICS = ["loss", "accuracy_per_feature"]
 
 MEASUREMENTS: dict[str, Callable[[Store], int]] = {
-    "list": lambda store: sum(len(store.place.list(table, ".parquet")) for table in ("trials", "metrics")),
+    "list": lambda store: sum(len(store.place.entries(table, ".parquet")) for table in ("trials", "metrics")),
     "finished": lambda store: len(store.finished()),
     "statuses": lambda store: len(store.statuses()),
     "summary": lambda store: len(store.summary()),
@@ -117,20 +118,24 @@ def run(folder: Path, num_trials: int, num_rows: int) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------- the store
 
 
+class HastyPlace(LocalPlace):
+    """A folder whose writers don't wait until what they write is on the disk."""
+
+    def write(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        super().write(path, data, durable=False)
+
+
 def make_store(folder: Path, num_trials: int, num_rows: int) -> None:
     """Makes the store: one attempt per trial; of a hundred trials one diverged and one failed half way."""
     from hyla_core.counts import num_non_embedding_params, num_params, train_flops_per_example
     from sweeps.expand import expand
     from sweeps.spec import load_sweep
-    from sweeps.store import AttemptWriter
-    from sweeps.store.schema import TRIALS
-
     scaling = ROOT / "sweeps" / "scaling.yaml"
     per_seed = load_sweep(scaling, overrides=["axes.seed=[0]"]).num_combinations
     seeds = list(range(-(-num_trials // per_seed)))
     spec = load_sweep(scaling, overrides=[f"axes.seed={seeds}"])
     trials = expand(spec)[:num_trials]
-    store = Store.create(folder)
+    store = Store.create(HastyPlace(folder))
     store.record_sweep(SWEEP, trials, file="sweeps/scaling.yaml", tiny=False, select_over=spec.select_over)
     for index, trial in enumerate(trials):
         config = trial.config
@@ -151,7 +156,7 @@ def make_store(folder: Path, num_trials: int, num_rows: int) -> None:
             "train_flops_per_example": float(flops),
             "train_flops": float(flops) * total * config.optim.batch_size,
         }
-        writer = AttemptWriter(store, row, config.flat(), "benchmark")
+        writer = AttemptWriter(store.place, row, config.flat(), "benchmark")
         writer.add(metric_rows(index, row["num_non_embedding_params"], steps, num_rows))
         error = "RuntimeError: out of luck" if status == "failed" else None
         writer.seal(status, error, train_s=float(index), examples_seen=steps * config.optim.batch_size)
