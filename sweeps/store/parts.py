@@ -17,6 +17,7 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sweeps.store import rows as quick_rows
 from sweeps.store.places import one_line
 from sweeps.store.schema import DECLARED, FLOAT, INT, REQUIRED, SCHEMA_VERSION, StoreError
 
@@ -75,9 +76,11 @@ def encode(table: str, rows: pa.Table, *, replaces: Sequence[str] | None = None)
         }
         if replaces is not None:
             marks["replaces"] = json.dumps(list(replaces))
-        writer.add_key_value_metadata({f"hyla.{name}": value for name, value in marks.items()})
+        quick = quick_rows.marks(rows, SCHEMA_VERSION) if alone else {}
+        writer.add_key_value_metadata({f"hyla.{name}": value for name, value in marks.items()} | quick)
         writer.write_table(rows)
-    return sink.getvalue().to_pybytes()
+    data = sink.getvalue().to_pybytes()
+    return quick_rows.sealed(data) if alone else data
 
 
 def _checksum(names: Sequence[str], num_rows: int) -> str:

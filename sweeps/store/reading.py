@@ -9,23 +9,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from sweeps.store import parts
+from sweeps.store import rows as quick_rows
 from sweeps.store.clean import ATTEMPT_COLUMNS, Attempt
 from sweeps.store.parts import Damaged
 from sweeps.store.places import Entry, Place, one_line
-from sweeps.store.schema import INT, STRING, StoreError
+from sweeps.store.schema import INT, SCHEMA_VERSION, STRING, StoreError
 
 _MAX_LISTINGS = 20
 """A reader that meets so many compactions in a row gives up."""
 
+_MAX_HANDED_OVER = 32
+"""Files that a thread reads before it asks for more."""
+
 Key = tuple[str, int]
 """Trial and attempt."""
+
+T = TypeVar("T")
 
 
 class Selection(NamedTuple):
@@ -151,7 +157,10 @@ class Reader:
         else:
             single = [entry for entry in single if self._is_wanted(table, entry.name, selection, seen)]
             single.sort(key=lambda entry: parts.split_name(entry.name) or ("", 0))
-        found += self._each(table, single, read_part)
+        if table == "trials":
+            found += self._trial_parts(single, columns)
+        else:
+            found += self._each(table, single, read_part)
         self.damaged[table].sort()
         return found
 
@@ -163,11 +172,11 @@ class Reader:
         return key not in seen and selection.limit(key) != -1
 
     def _each(
-        self, table: str, entries: Sequence[Entry], use: Callable[[str, bytes], pa.Table | None]
-    ) -> list[tuple[str, pa.Table]]:
+        self, table: str, entries: Sequence[Entry], use: Callable[[str, bytes], T | None]
+    ) -> list[tuple[str, T]]:
         """Reads files, several at once; notes those that can't be used."""
 
-        def read_one(entry: Entry) -> tuple[str, pa.Table] | None:
+        def read_one(entry: Entry) -> tuple[str, T] | None:
             path = f"{table}/{entry.name}"
             try:
                 rows = use(entry.name, self._place.read(path))
@@ -180,12 +189,31 @@ class Reader:
                 self.damaged[table].append((path, one_line(error)))
             return None
 
+        num_readers = self._place.num_readers
         if len(entries) < 4:
             results = [read_one(entry) for entry in entries]
         else:
-            with ThreadPoolExecutor(self._place.num_readers) as pool:
-                results = list(pool.map(read_one, entries))
+            # Handing over each file alone takes longer than reading a small one.
+            size = max(1, min(_MAX_HANDED_OVER, len(entries) // (4 * num_readers)))
+            chunks = [entries[start : start + size] for start in range(0, len(entries), size)]
+            with ThreadPoolExecutor(num_readers) as pool:
+                read = pool.map(lambda chunk: [read_one(entry) for entry in chunk], chunks)
+                results = [result for chunk in read for result in chunk]
         return [result for result in results if result is not None]
+
+    def _trial_parts(self, entries: Sequence[Entry], columns: Sequence[str] | None) -> list[tuple[str, pa.Table]]:
+        """The rows of parts of the trials table; many of them in one table."""
+        found = self._each("trials", entries, lambda name, data: self._trial_part(name, data, columns))
+        quick = [(path, row) for path, row in found if not isinstance(row, pa.Table)]
+        return [(path, row) for path, row in found if isinstance(row, pa.Table)] + quick_rows.tables(quick, columns)
+
+    def _trial_part(self, name: str, data: bytes, columns: Sequence[str] | None) -> dict[str, Any] | pa.Table:
+        """The row of a part of the trials table, as `rows.read` gives it if it can."""
+        row = quick_rows.read(data, SCHEMA_VERSION)
+        if row is None:
+            return self._part("trials", name, data, columns, ALL)
+        _check_key(name, (row["trial_id"], row["attempt"]))
+        return row
 
     def _whole(self, table: str, name: str, data: bytes, columns: Sequence[str] | None) -> pa.Table:
         rows = parts.decode(table, data, self._place.shown_path(f"{table}/{name}"), columns)
@@ -200,11 +228,8 @@ class Reader:
         rows = parts.decode(table, data, self._place.shown_path(f"{table}/{name}"), columns)
         if table == "trials" and len(rows) != 1:
             raise Damaged(f"{len(rows)} rows instead of one")
-        # The name decides which attempt it is, so that a copy of a part under another name never counts twice.
         if len(rows) and {"trial_id", "attempt"} <= set(rows.column_names):
-            inside = (rows["trial_id"][0].as_py(), rows["attempt"][0].as_py())
-            if inside != key:
-                raise Damaged(f"belongs to attempt {inside[0]}-{inside[1]}")
+            _check_key(name, (rows["trial_id"][0].as_py(), rows["attempt"][0].as_py()))
         return _narrow(rows, selection, selection.limit(key))
 
     def _read_attempts(self, entries: Sequence[Entry]) -> list[Attempt]:
@@ -235,12 +260,12 @@ class Reader:
                 known[entry.name] = cached
             else:
                 fresh.append(entry)
-        rows_of = self._each("trials", fresh, lambda name, data: self._part("trials", name, data, ATTEMPT_COLUMNS, ALL))
+        rows_of = self._each("trials", fresh, lambda name, data: self._trial_part(name, data, ATTEMPT_COLUMNS))
         settled_before = time.time() - self._place.settles_after_s
         current = [row for _, row in known.values()]
         for path, part in rows_of:
             entry = versions[path.rpartition("/")[2]]
-            row = _attempts_of(part)[0]
+            row = _attempts_of(part)[0] if isinstance(part, pa.Table) else _quick_attempt(part)
             current.append(row)
             # A file that is replaced within the clock's resolution would not look replaced.
             if entry.modified < settled_before or not self._place.settles_after_s:
@@ -262,6 +287,17 @@ def _attempts_of(rows: pa.Table) -> list[Attempt]:
     none = [None] * len(rows)
     columns = [rows[name].to_pylist() if name in rows.column_names else none for name in ATTEMPT_COLUMNS]
     return [Attempt(*values) for values in zip(*columns, strict=True)]
+
+
+def _quick_attempt(row: Mapping[str, Any]) -> Attempt:
+    values = {name: row.get(name) for name in ATTEMPT_COLUMNS}
+    return Attempt(**{**values, "ended_at": quick_rows.as_time(row.get("ended_at"))})
+
+
+def _check_key(name: str, inside: Key) -> None:
+    """The name decides which attempt it is, so that a copy of a part under another name never counts twice."""
+    if inside != parts.split_name(name):
+        raise Damaged(f"belongs to attempt {inside[0]}-{inside[1]}")
 
 
 def _unseen_requests(rows: pa.Table, seen: set[str]) -> pa.Table:
