@@ -23,6 +23,8 @@ from sweeps.store.schema import DECLARED, FLOAT, INT, REQUIRED, SCHEMA_VERSION, 
 
 SUFFIX = ".parquet"
 _COMPACTED = "compact-"
+_REPEATED = ("trial_id", "attempt", "split", "metric")
+_LARGE_BYTES = 4 * 2**20
 
 
 class Damaged(Exception):
@@ -66,6 +68,9 @@ def encode(table: str, rows: pa.Table, *, replaces: Sequence[str] | None = None)
     options: dict[str, Any] = (
         {"compression": "none", "use_dictionary": False, "write_statistics": False}
         if alone
+        # Steps and values hardly repeat: a dictionary of them would be made, found too large and thrown away.
+        else {"compression": "zstd", "use_dictionary": [name for name in _REPEATED if name in rows.column_names]}
+        if table == "metrics"
         else {"compression": "zstd"}
     )
     with pq.ParquetWriter(sink, rows.schema, store_schema=False, write_page_checksum=True, **options) as writer:
@@ -104,16 +109,20 @@ def replaces(data: bytes) -> list[str]:
     return names
 
 
-def _open(data: bytes) -> pq.ParquetFile:
+def _open(data: bytes, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
     if not data:
         raise Damaged("empty file")
     try:
-        return pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        return pq.ParquetFile(
+            pa.BufferReader(data), page_checksum_verification=True, read_dictionary=list(dictionaries)
+        )
     except Exception as error:  # pyarrow answers damage with many kinds of error
         raise Damaged(one_line(error)) from error
 
 
-def decode(table: str, data: bytes, path: str, columns: Sequence[str] | None = None) -> pa.Table:
+def decode(
+    table: str, data: bytes, path: str, columns: Sequence[str] | None = None, dictionaries: Sequence[str] = ()
+) -> pa.Table:
     """The rows of one file.
 
     Args:
@@ -121,12 +130,14 @@ def decode(table: str, data: bytes, path: str, columns: Sequence[str] | None = N
       data: the file.
       path: of the file, for messages.
       columns: those wanted, of those there; None for all.
+      dictionaries: string columns to keep as codes and a dictionary, which takes a fraction of time and memory where
+        few values repeat.
 
     Raises:
       Damaged: it is empty, cut short, changed, or not ours.
       StoreError: it was written by a newer version.
     """
-    file = _open(data)
+    file = _open(data, dictionaries)
     try:
         marks = file.metadata.metadata or {}
         schema = file.schema_arrow
@@ -149,10 +160,11 @@ def decode(table: str, data: bytes, path: str, columns: Sequence[str] | None = N
         raise Damaged(f"columns missing: {', '.join(missing)}")
     try:
         wanted = list(types) if columns is None else [name for name in columns if name in types]
-        rows = file.read(columns=wanted, use_threads=False)
+        # Many small files are read by threads already.
+        rows = file.read(columns=wanted, use_threads=len(data) >= _LARGE_BYTES)
         for index, name in enumerate(rows.column_names):
             declared = DECLARED[table].get(name, types[name])
-            if types[name] != declared:
+            if types[name] != declared and name not in dictionaries:
                 rows = rows.set_column(index, name, rows.column(name).cast(declared))
     except Exception as error:
         raise Damaged(one_line(error)) from error

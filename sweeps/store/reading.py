@@ -25,6 +25,15 @@ from sweeps.store.schema import INT, SCHEMA_VERSION, STRING, StoreError
 _MAX_LISTINGS = 20
 """A reader that meets so many compactions in a row gives up."""
 
+_NEEDED = {"trials": ("trial_id", "attempt"), "metrics": ("trial_id", "attempt"), "sweeps": ("request_id",)}
+"""Columns that tell what a row belongs to."""
+
+_CODED = ("trial_id", "split", "metric")
+"""Columns of the metrics table that are read as codes and a dictionary."""
+
+_MAX_SELECTED = 256
+"""Parts whose rows are selected from at once: most of the time of one alone goes into the calls."""
+
 _MAX_HANDED_OVER = 32
 """Files that a thread reads before it asks for more."""
 
@@ -130,8 +139,7 @@ class Reader:
         self, table: str, entries: Sequence[Entry], columns: Sequence[str] | None, selection: Selection
     ) -> list[tuple[str, pa.Table]]:
         # The keys are needed to tell attempts apart; of a part its name is the key.
-        keys = ("request_id",) if table == "sweeps" else ("trial_id", "attempt")
-        needed = None if columns is None else list(dict.fromkeys([*keys, *columns]))
+        needed = None if columns is None else list(dict.fromkeys([*_NEEDED[table], *columns]))
         compacted = [entry for entry in entries if parts.is_compacted(entry.name)]
         whole = self._each(table, compacted, lambda name, data: self._whole(table, name, data, needed))
         hidden = frozenset().union(*(self._replaced_by(table, path.rpartition("/")[2]) for path, _ in whole))
@@ -145,12 +153,6 @@ class Reader:
                 kept = kept.select([name for name in columns if name in kept.column_names])
             found.append((path, kept))
 
-        def read_part(name: str, data: bytes) -> pa.Table | None:
-            path = f"{table}/{name}"
-            if table == "sweeps":
-                return parts.decode(table, data, self._place.shown_path(path), columns)
-            return self._part(table, name, data, columns, selection)
-
         single = [entry for entry in entries if not parts.is_compacted(entry.name) and entry.name not in hidden]
         if table == "sweeps":
             single = [entry for entry in single if entry.name.removesuffix(parts.SUFFIX) not in seen]
@@ -159,8 +161,14 @@ class Reader:
             single.sort(key=lambda entry: parts.split_name(entry.name) or ("", 0))
         if table == "trials":
             found += self._trial_parts(single, columns)
+        elif table == "metrics":
+            found += self._metric_parts(single, columns, selection)
         else:
-            found += self._each(table, single, read_part)
+            found += self._each(
+                table,
+                single,
+                lambda name, data: parts.decode(table, data, self._place.shown_path(f"{table}/{name}"), columns),
+            )
         self.damaged[table].sort()
         return found
 
@@ -211,26 +219,37 @@ class Reader:
         """The row of a part of the trials table, as `rows.read` gives it if it can."""
         row = quick_rows.read(data, SCHEMA_VERSION)
         if row is None:
-            return self._part("trials", name, data, columns, ALL)
+            return self._part("trials", name, data, columns)
         _check_key(name, (row["trial_id"], row["attempt"]))
         return row
 
+    def _metric_parts(
+        self, entries: Sequence[Entry], columns: Sequence[str] | None, selection: Selection
+    ) -> list[tuple[str, pa.Table]]:
+        """The wanted rows of parts of the metrics table; those of some hundred parts in one table."""
+        needed = None if columns is None else list(dict.fromkeys([*_NEEDED["metrics"], *columns]))
+        found = []
+        for start in range(0, len(entries), _MAX_SELECTED):
+            chunk = entries[start : start + _MAX_SELECTED]
+            if rows := self._each("metrics", chunk, lambda name, data: self._part("metrics", name, data, needed)):
+                selected = _select(pa.concat_tables([part for _, part in rows]), selection, set())
+                found.append((rows[0][0], selected if columns is None else selected.select(columns)))
+        return found
+
     def _whole(self, table: str, name: str, data: bytes, columns: Sequence[str] | None) -> pa.Table:
-        rows = parts.decode(table, data, self._place.shown_path(f"{table}/{name}"), columns)
+        shown = self._place.shown_path(f"{table}/{name}")
+        rows = parts.decode(table, data, shown, columns, _CODED if table == "metrics" else ())
         self._replaced_by(table, name, data)
         return rows
 
-    def _part(
-        self, table: str, name: str, data: bytes, columns: Sequence[str] | None, selection: Selection
-    ) -> pa.Table | None:
-        key = parts.split_name(name)
-        assert key is not None
-        rows = parts.decode(table, data, self._place.shown_path(f"{table}/{name}"), columns)
+    def _part(self, table: str, name: str, data: bytes, columns: Sequence[str] | None) -> pa.Table:
+        shown = self._place.shown_path(f"{table}/{name}")
+        rows = parts.decode(table, data, shown, columns, _CODED if table == "metrics" else ())
         if table == "trials" and len(rows) != 1:
             raise Damaged(f"{len(rows)} rows instead of one")
         if len(rows) and {"trial_id", "attempt"} <= set(rows.column_names):
             _check_key(name, (rows["trial_id"][0].as_py(), rows["attempt"][0].as_py()))
-        return _narrow(rows, selection, selection.limit(key))
+        return rows
 
     def _read_attempts(self, entries: Sequence[Entry]) -> list[Attempt]:
         compacted = [entry for entry in entries if parts.is_compacted(entry.name)]
@@ -307,51 +326,58 @@ def _unseen_requests(rows: pa.Table, seen: set[str]) -> pa.Table:
     return kept
 
 
+def _codes(column: pa.ChunkedArray) -> tuple[list[Any], np.ndarray]:
+    """The values of a column that few values repeat in, and which of them each row has."""
+    array = column.combine_chunks().dictionary_encode()
+    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    return array.dictionary.to_pylist(), array.indices.to_numpy(zero_copy_only=False)
+
+
 def _runs(rows: pa.Table) -> Iterator[tuple[Key, int, int]]:
     """(attempt, first row, row after its last) of rows in which each attempt's stand together."""
     if not len(rows):
         return
-    trials = rows["trial_id"].combine_chunks().dictionary_encode()
-    trials = trials.combine_chunks() if isinstance(trials, pa.ChunkedArray) else trials
-    codes, attempts = trials.indices.to_numpy(zero_copy_only=False), rows["attempt"].to_numpy()
+    names, codes = _codes(rows["trial_id"])
+    attempts = rows["attempt"].to_numpy()
     starts = np.flatnonzero((np.diff(codes) != 0) | (np.diff(attempts) != 0)) + 1
-    names = trials.dictionary.to_pylist()
     for start, end in zip([0, *starts.tolist()], [*starts.tolist(), len(rows)], strict=True):
         yield (names[codes[start]], int(attempts[start])), start, end
 
 
 def _select(rows: pa.Table, selection: Selection, seen: set[Key]) -> pa.Table:
-    """The wanted rows of a compacted file, without the attempts that another file holds."""
+    """The wanted rows of many attempts, each of whose stand together, without attempts that another file holds."""
+    rows = rows.unify_dictionaries()
     wanted = np.zeros(len(rows), bool)
     steps = rows["step"].to_numpy() if selection.limits is not None else None
-    for key, start, end in list(_runs(rows)):
+    for key, start, end in _runs(rows):
         limit = selection.limit(key)
         if key in seen:
             continue
         seen.add(key)
         if limit != -1:
             wanted[start:end] = True if limit is None or steps is None else steps[start:end] <= limit
+    for name, values in selection.values.items():
+        names, codes = _codes(rows[name])
+        wanted &= np.isin(names, list(values))[codes] if names else False
     if not wanted.all():
         rows = rows.filter(pa.array(wanted))
-    return _narrow(rows, selection, None)
+    if selection.last and len(rows):
+        rows = _last(rows)
+    return rows.cast(_plain(rows.schema))
 
 
-def _narrow(rows: pa.Table, selection: Selection, limit: int | None) -> pa.Table:
-    """The wanted rows of those up to a step, in which each attempt's stand together."""
-    if limit is not None:
-        rows = rows.filter(pc.less_equal(rows["step"], limit))
-    for name, values in selection.values.items():
-        rows = rows.filter(pc.is_in(rows[name], pa.array(list(values), STRING)))
-    return _last(rows) if selection.last and len(rows) else rows
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """With strings in place of codes and dictionaries."""
+    fields = [field.with_type(STRING) if pa.types.is_dictionary(field.type) else field for field in schema]
+    return pa.schema(fields)
 
 
 def _last(rows: pa.Table) -> pa.Table:
     """Of each attempt, split and metric the row of the highest step, the later one of two."""
     codes = np.zeros(len(rows), np.int64)
     for name in ("trial_id", "attempt", "split", "metric"):
-        column = rows[name].combine_chunks().dictionary_encode()
-        column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-        codes = codes * max(1, len(column.dictionary)) + column.indices.to_numpy(zero_copy_only=False)
+        values, own = _codes(rows[name])
+        codes = codes * max(1, len(values)) + own
     steps = rows["step"].to_numpy()
     order = np.lexsort((steps, codes))
     ends = np.flatnonzero(np.diff(codes[order], append=-1))
