@@ -36,7 +36,8 @@ def marks(rows: pa.Table, schema_version: int) -> dict[str, str]:
     for name in _TIMES:
         if name in row:
             row[name] = (row[name] - _EPOCH) // _US
-    text = json.dumps({"version": schema_version, "row": row}, separators=(",", ":"))
+    # Without "=", which JSON needs for nothing, no text of the row can be taken for the mark.
+    text = json.dumps({"version": schema_version, "row": row}, separators=(",", ":")).replace("=", r"\u003d")
     return {KEY: f"{_MARK.decode()}{_NO_CHECKSUM.decode()}{text}\n"}
 
 
