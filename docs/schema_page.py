@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Iterator
-from inspect import getsourcefile
+from inspect import getdoc, getsourcefile
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +59,34 @@ def page() -> str:
     return "\n".join([*lines, *version_lines()])
 
 
+def version_lines() -> list[str]:
+    """What a version of the schema means to a reader, and what has changed since the first."""
+    lines = [
+        "## Versions",
+        "",
+        "The version is raised when a column is added or changes its meaning or type. Files of older versions are migrated as",
+        "they are read and stay as they are. A file of a newer version than the code knows is refused, by name: update the",
+        "code.",
+        "",
+    ]
+    steps = getattr(schema, "MIGRATIONS", {})
+    for version, migrate in sorted(steps.items()):
+        lines.append(f"- From {version} to {version + 1}: {summary_of(migrate)}")
+    return [*lines, ""] if steps else lines
+
+
+def summary_of(function: Any) -> str:
+    """The first paragraph of a docstring, in one line."""
+    return " ".join((getdoc(function) or "").partition("\n\n")[0].split())
+
+
 def config_rows() -> Iterator[tuple[str, str, str, str]]:
     """Column, type, class and meaning of every config field. Tasks share names, so a column may have several rows."""
     for section, models in SECTION_MODELS.items():
         for model in models:
             comments = field_comments(getsourcefile(model) or "")
             properties = model.model_json_schema()["properties"]
-            for name, info in model.model_fields.items():
+            for name in model.model_fields:
                 meaning = comments[model.__name__].get(name, "")
                 choices = literal_values(properties[name])
                 if choices:

@@ -97,6 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_store_arguments(show)
     show.add_argument("trial", metavar="TRIAL", help="its id, or the start of it")
+
+    export = _command(commands, "export", "the store's tables as CSV files", ("sweeps.export", "export_command"))
+    _add_store_arguments(export)
+    export.add_argument("--out", metavar="DIR", default="export", help="the folder of the files; default: export/")
+    export.add_argument("--sweep", metavar="NAME", help="this sweep alone; NAME (tiny) for its tiny form")
+    export.add_argument("--raw", action="store_true", help="every attempt, row and request, not only those that count")
     return parser
 
 

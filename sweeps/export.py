@@ -28,11 +28,12 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 
 from sweeps.__main__ import resolve_store
-from sweeps.store import Store, StoreError
+from sweeps.store import SWEEPS, Store, StoreError
 
-DEFAULT_OUT = "export"
 PENDING = "pending"  # asked for and never begun
 DONE, NOT_FOUND = 0, 1
+
+_SWEEPS_SCHEMA = pa.schema([(column.name, column.type) for column in SWEEPS])
 
 _FIRST_COLUMNS = {
     "trials.csv": ["trial_id", "attempt", "status"],
@@ -75,8 +76,8 @@ def export_command(args: argparse.Namespace) -> int:
     damaged.update(dict.fromkeys(store.damaged))
     tables = {
         "trials.csv": trials,
-        "sweeps.csv": pa.Table.from_pandas(asked, preserve_index=False),
-        "final.csv": final_table(latest, clean, store.final_metrics(trial_ids=trial_ids)),
+        "sweeps.csv": pa.Table.from_pandas(asked, _SWEEPS_SCHEMA, preserve_index=False),
+        "final.csv": final_table(latest, clean, store.final_metrics()),
         "metrics.csv": store.metric_table(raw=args.raw, trial_ids=trial_ids),
     }
     damaged.update(dict.fromkeys(store.damaged))
@@ -100,20 +101,19 @@ def final_table(requests: pd.DataFrame, trials: pa.Table, final: pd.DataFrame) -
       the row before.
     """
     columns = ("status", "attempt", "step", "num_steps", "error")
-    known = {
-        row["trial_id"]: row for row in trials.select(["trial_id", *columns]).to_pylist()
-    }
+    known = {row["trial_id"]: row for row in trials.select(["trial_id", *columns]).to_pylist()}
     finished = {trial_id: row["num_steps"] for trial_id, row in known.items() if row["status"] == "finished"}
     values: dict[str, dict[str, float]] = {}
     names: dict[str, None] = {}
-    for row in final[final["step"] == final["trial_id"].map(finished)].itertuples(index=False):
-        name = f"{row.split}/{row.metric}"
+    last = final[final["step"] == final["trial_id"].map(finished)]
+    for trial_id, split, metric, value in last[["trial_id", "split", "metric", "value"]].to_numpy(object):
+        name = f"{split}/{metric}"
         names[name] = None
-        values.setdefault(str(row.trial_id), {})[name] = float(row.value)
+        values.setdefault(trial_id, {})[name] = value
 
     axes = [json.loads(text) for text in requests["axes"]]
     trial_ids = [str(trial_id) for trial_id in requests["trial_id"]]
-    table = {name: pa.array(requests[name], type_) for name, type_ in _REQUEST_COLUMNS.items()}
+    table = {name: pa.array(requests[name].tolist(), kind) for name, kind in _REQUEST_COLUMNS.items()}
     for name in dict.fromkeys(name for row in axes for name in row):
         table[name] = _axis_column([row.get(name) for row in axes])
     for name in columns:

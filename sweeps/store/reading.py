@@ -309,8 +309,8 @@ def _attempts_of(rows: pa.Table) -> list[Attempt]:
 
 
 def _quick_attempt(row: Mapping[str, Any]) -> Attempt:
-    values = {name: row.get(name) for name in ATTEMPT_COLUMNS}
-    return Attempt(**{**values, "ended_at": quick_rows.as_time(row.get("ended_at"))})
+    values: list[Any] = [row.get(name) for name in ATTEMPT_COLUMNS]
+    return Attempt(*values)._replace(ended_at=quick_rows.as_time(row.get("ended_at")))
 
 
 def _check_key(name: str, inside: Key) -> None:
