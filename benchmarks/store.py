@@ -130,6 +130,7 @@ def make_store(folder: Path, num_trials: int, num_rows: int) -> None:
     from hyla_core.counts import num_non_embedding_params, num_params, train_flops_per_example
     from sweeps.expand import expand
     from sweeps.spec import load_sweep
+
     scaling = ROOT / "sweeps" / "scaling.yaml"
     per_seed = load_sweep(scaling, overrides=["axes.seed=[0]"]).num_combinations
     seeds = list(range(-(-num_trials // per_seed)))

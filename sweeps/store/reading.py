@@ -179,9 +179,7 @@ class Reader:
             return False
         return key not in seen and selection.limit(key) != -1
 
-    def _each(
-        self, table: str, entries: Sequence[Entry], use: Callable[[str, bytes], T | None]
-    ) -> list[tuple[str, T]]:
+    def _each(self, table: str, entries: Sequence[Entry], use: Callable[[str, bytes], T | None]) -> list[tuple[str, T]]:
         """Reads files, several at once; notes those that can't be used."""
 
         def read_one(entry: Entry) -> tuple[str, T] | None:

@@ -170,9 +170,7 @@ def test_a_write_that_fails_leaves_the_export_before_it(store, tmp_path, monkeyp
     monkeypatch.setattr("sweeps.export.os.fsync", full)
     capsys.readouterr()
     assert main(["export", str(store.path), "--out", str(tmp_path / "csv"), "--sweep", "b"]) == 2
-    assert capsys.readouterr().err == (
-        f"{tmp_path / 'csv'}: the CSV files can't be written: No space left on device\n"
-    )
+    assert capsys.readouterr().err == (f"{tmp_path / 'csv'}: the CSV files can't be written: No space left on device\n")
     monkeypatch.undo()
     assert sorted(os.listdir(tmp_path / "csv")) == ["final.csv", "metrics.csv", "sweeps.csv", "trials.csv"]
     assert read(tmp_path / "csv" / "trials.csv") == tables["trials"]
