@@ -16,10 +16,10 @@ that a running attempt replaces. The numbers are made up and always the same.
 import sys
 from pathlib import Path
 
-# As in analysis/scaling.py: the project's root takes the place of this folder, which holds a `store` of its own.
-ROOT = Path(__file__).resolve().parent.parent
+# As in analysis/scaling.py: the project's root takes the place of this folder.
 if __name__ == "__main__" and not __package__:
-    sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks")]
+    _here = Path(__file__).resolve().parent
+    sys.path[:] = [str(_here.parent), *(entry for entry in sys.path if Path(entry).resolve() != _here)]
 
 import argparse
 import json
@@ -39,6 +39,7 @@ import pyarrow as pa
 from sweeps.store import TRIALS, AttemptWriter, Store, compact
 from sweeps.store.places import LocalPlace
 
+ROOT = Path(__file__).resolve().parent.parent
 SWEEP = "sraven-scaling"
 MIN_ROWS = 10
 EVAL_METRICS = [(split, metric) for split in ("valid", "ood") for metric in ("loss", "accuracy_per_feature")]

@@ -37,9 +37,9 @@ def page() -> str:
         f"Schema version {schema.SCHEMA_VERSION}. This page is made from `sweeps/store/schema.py` and the configs of",
         "`hyla_core/config.py`. [The results store](../store.md) says which rows count.",
         "",
-        "Each Parquet file names its table, the schema version and what its columns mean in the key-value metadata of its",
-        "footer, under keys that begin with `hyla.`. A column that a file lacks, and a value that is absent, are null.",
-        "Integers and floats of a column that has both are read as floats.",
+        "Each Parquet file names its table, the schema version and what its columns mean in the key-value metadata of",
+        "its footer, under keys that begin with `hyla.`. A column that a file lacks, and a value that is absent, are",
+        "null. Integers and floats of a column that has both are read as floats.",
         "",
     ]
     for table, columns in schema.TABLES.items():
@@ -50,8 +50,8 @@ def page() -> str:
             lines += [
                 "### Config fields",
                 "",
-                "They follow the columns above, in the same table: one column per field of the trial's config. A file has",
-                "the fields of its own task only.",
+                "They follow the columns above, in the same table: one column per field of the trial's config. A file",
+                "has the fields of its own task only.",
                 "",
                 *markdown_table(("column", "type", "of", "meaning"), config_rows()),
                 "",
@@ -64,9 +64,9 @@ def version_lines() -> list[str]:
     lines = [
         "## Versions",
         "",
-        "The version is raised when a column is added or changes its meaning or type. Files of older versions are migrated as",
-        "they are read and stay as they are. A file of a newer version than the code knows is refused, by name: update the",
-        "code.",
+        "The version is raised when a column is added or changes its meaning or type. Files of older versions are",
+        "migrated as they are read and stay as they are. A file of a newer version than the code knows is refused, by",
+        "name: update the code.",
         "",
     ]
     steps = getattr(schema, "MIGRATIONS", {})

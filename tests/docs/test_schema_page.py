@@ -56,8 +56,8 @@ def test_every_config_field_is_there_with_the_type_that_the_store_gives_it(schem
             "task": {"name": "sraven"},
             "data": {"num_train": 8, "num_steps": 2, "num_valid": 8, "num_ood": 8},
             "model": {
-                "attention": "hyla", "emb_dim": 4, "num_heads": 1, "num_layers": 1, "qk_dim": 4, "v_dim": 4, "mlp_dim": 4,
-                "max_distance": 4,
+                "attention": "hyla", "emb_dim": 4, "num_heads": 1, "num_layers": 1, "qk_dim": 4, "v_dim": 4,
+                "mlp_dim": 4, "max_distance": 4,
             },
             "optim": {"name": "adamw", "batch_size": 4, "peak_lr": 1e-3, "weight_decay": 0.1, "warmup_steps": 0},
             "seeds": {"split": 0, "data": 0, "init": 0},

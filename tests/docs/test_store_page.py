@@ -1,4 +1,4 @@
-"""Runs the code of docs/store.md: pandas, polars, duckdb and SQL must give the same numbers, which are worked out here."""
+"""Runs the code of docs/store.md: all of them must give the numbers that are worked out here."""
 
 import re
 from collections.abc import Iterator

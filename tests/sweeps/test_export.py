@@ -66,7 +66,7 @@ def read(path: Path) -> list[dict[str, str]]:
 def export(store: Store, tmp_path: Path, *options: str) -> dict[str, list[dict[str, str]]]:
     out = tmp_path / "csv"
     assert main(["export", str(store.path), "--out", str(out), *options]) == 0
-    assert sorted(os.listdir(out)) == ["final.csv", "metrics.csv", "sweeps.csv", "trials.csv"]
+    assert sorted(path.name for path in out.iterdir()) == ["final.csv", "metrics.csv", "sweeps.csv", "trials.csv"]
     return {path.stem: read(path) for path in out.iterdir()}
 
 
@@ -172,7 +172,12 @@ def test_a_write_that_fails_leaves_the_export_before_it(store, tmp_path, monkeyp
     assert main(["export", str(store.path), "--out", str(tmp_path / "csv"), "--sweep", "b"]) == 2
     assert capsys.readouterr().err == (f"{tmp_path / 'csv'}: the CSV files can't be written: No space left on device\n")
     monkeypatch.undo()
-    assert sorted(os.listdir(tmp_path / "csv")) == ["final.csv", "metrics.csv", "sweeps.csv", "trials.csv"]
+    assert sorted(path.name for path in (tmp_path / "csv").iterdir()) == [
+        "final.csv",
+        "metrics.csv",
+        "sweeps.csv",
+        "trials.csv",
+    ]
     assert read(tmp_path / "csv" / "trials.csv") == tables["trials"]
 
 
