@@ -21,7 +21,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sweeps import store as store_module
 from sweeps.store import (
     METRICS,
     SCHEMA_VERSION,
@@ -33,8 +32,15 @@ from sweeps.store import (
     equal_tables,
     is_config_column,
 )
+from sweeps.store import attempts as attempts_module
+from sweeps.store import claims as claims_module
+from sweeps.store import parts as parts_module
+from sweeps.store.clean import Attempt, step_limits
+from sweeps.store.compare import _agree
+from sweeps.store.places import LocalPlace
+from sweeps.store.reading import Reader
 
-ROOT = Path(store_module.__file__).parents[1]
+ROOT = Path(attempts_module.__file__).parents[2]
 CONFIG = {"model.emb_dim": 32, "model.attention": "hyla", "model.causal": False, "optim.peak_lr": 0.001}
 
 
@@ -274,10 +280,7 @@ def test_a_result_wins_else_the_latest(store, statuses, winner):
     )
 )
 def test_the_clean_view_agrees_with_its_definition(attempts):
-    rows = [
-        store_module._Attempt("t", number, status, start_step, None, None, None, None, None)
-        for number, (status, start_step) in enumerate(attempts, 1)
-    ]
+    rows = [Attempt("t", number, status, start_step) for number, (status, start_step) in enumerate(attempts, 1)]
     results = [row.attempt for row in rows if row.status in ("finished", "diverged")]
     winner = max(results) if results else len(rows)
     expected = {
@@ -286,7 +289,7 @@ def test_the_clean_view_agrees_with_its_definition(attempts):
         for step in range(1, 8)
         if all(step <= later.start_step for later in rows[row.attempt : winner])
     }
-    limits = store_module._step_limits(reversed(rows))
+    limits = step_limits(reversed(rows))
     counted = {
         (number, step)
         for (_, number), limit in limits.items()
@@ -326,7 +329,7 @@ def test_live_parts_are_replaced_whole_and_then_sealed(store):
 
 
 def test_rows_are_flushed_every_few_seconds_without_being_asked(store, monkeypatch):
-    monkeypatch.setattr(store_module, "FLUSH_EVERY_S", 0.0)
+    monkeypatch.setattr(LocalPlace, "flush_every_s", 0.0)
     writer = begin(store)
     writer.add([(10, "train", "loss", 2.0)])
     assert store.metrics()["step"].tolist() == [10]
@@ -464,15 +467,15 @@ def test_no_trial_begins_on_a_full_disk(store, monkeypatch):
 def test_metrics_are_written_before_the_row_that_promises_them(store, monkeypatch):
     writer = begin(store)
     writer.add([(10, "train", "loss", 2.0)])
-    real = store_module._write
+    real = LocalPlace.write
 
-    def fail_on_trials(path, data, **options):
-        if path.parent.name == "trials":
+    def fail_on_trials(self, path, data, **options):
+        if path.startswith("trials/"):
             full_disk()
-        real(path, data, **options)
+        real(self, path, data, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "_write", fail_on_trials)
+        patch.setattr(LocalPlace, "write", fail_on_trials)
         with pytest.raises(StoreError):
             writer.seal("finished")
     assert store.metrics()["step"].tolist() == [10]
@@ -534,7 +537,7 @@ def test_heartbeats_are_written_at_most_every_second(store, monkeypatch):
     writer.heartbeat(step=1)
     writer.heartbeat(step=2)
     assert store.claims()[0].progress == {"step": 1}
-    monkeypatch.setattr(store_module, "HEARTBEAT_EVERY_S", 0.0)
+    writer._beat_due = 0.0
     writer.heartbeat(loss=float("nan"))
     progress = store.claims()[0].progress
     assert progress["step"] == 2  # told before, written now
@@ -543,8 +546,8 @@ def test_heartbeats_are_written_at_most_every_second(store, monkeypatch):
 
 def test_a_claim_is_kept_alive_while_training_says_nothing(store, monkeypatch):
     monkeypatch.undo()  # of `no_renewal`
-    monkeypatch.setattr(store_module, "KEEP_ALIVE_EVERY_S", 0.05)
-    monkeypatch.setattr(store_module, "_keeper_pid", None)  # a thread of this test's pace
+    monkeypatch.setattr(attempts_module, "KEEP_ALIVE_EVERY_S", 0.05)
+    monkeypatch.setattr(attempts_module, "_keeper_pid", None)  # a thread of this test's pace
     writer = begin(store)
     change_claim(store, "t-1.json", heartbeat=0.0)
     deadline = time.monotonic() + 30
@@ -559,12 +562,12 @@ def test_a_full_disk_does_not_kill_a_claim(store, monkeypatch):
     change_claim(store, "t-1.json", machine="another", heartbeat=0.0)
     os.utime(store.path / "claims" / "t-1.json", (0, 0))
     assert not store.claims()[0].alive
-    monkeypatch.setattr(store_module, "_write", full_disk_write)
+    monkeypatch.setattr(LocalPlace, "write", full_disk_write)
     writer.heartbeat(step=3)
     assert store.claims()[0].alive
 
 
-def full_disk_write(path: Path, data: bytes, **_: object) -> None:
+def full_disk_write(self: LocalPlace, path: str, data: bytes, **_: object) -> None:
     full_disk()
 
 
@@ -596,7 +599,7 @@ def test_the_claim_of_an_ended_process_is_dead_at_once(store):
 def test_a_killed_process_that_nobody_waited_for_is_dead(store):
     writer = begin(store)
     process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    change_claim(store, "t-1.json", pid=process.pid, process_start=store_module._process_start(process.pid))
+    change_claim(store, "t-1.json", pid=process.pid, process_start=claims_module.process_start(process.pid))
     assert store.claims()[0].alive
     process.kill()
     deadline = time.monotonic() + 30
@@ -634,11 +637,11 @@ def test_elsewhere_only_silence_tells(store):
 
 def test_without_process_tables_silence_tells(store, monkeypatch):
     writer = begin(store)
-    monkeypatch.setattr(store_module, "_process_start", lambda pid: "unknown")
+    monkeypatch.setattr(claims_module, "process_start", lambda pid: "unknown")
     assert store.claims()[0].alive
     change_claim(store, "t-1.json", process_start="unknown")
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "_process_start", lambda pid: "gone")
+        patch.setattr(claims_module, "process_start", lambda pid: "gone")
         assert not store.claims()[0].alive
     old = time.time() - 70
     change_claim(store, "t-1.json", heartbeat=old)
@@ -659,7 +662,7 @@ def test_a_claim_cut_short_is_dead_once_it_is_old(store, content):
 
 
 def test_a_claim_that_was_swept_away_stays_away(store, monkeypatch):
-    monkeypatch.setattr(store_module, "HEARTBEAT_EVERY_S", 0.0)
+    monkeypatch.setattr(LocalPlace, "heartbeat_every_s", 0.0)
     writer = begin(store)
     (store.path / "claims" / "t-1.json").unlink()
     second = begin(store)
@@ -684,18 +687,18 @@ def test_a_dropped_writer_gives_its_claim_back(store):
 def test_a_stale_number_is_noticed(store, monkeypatch):
     """A rival that looked before an attempt began and claims after it ended must not begin the same attempt again."""
     looks = []
-    real = Store._parts_of
+    real = Reader.numbers
 
     def look_then_lose_time(self, trial_id):
         parts = real(self, trial_id)
         looks.append(parts)
         if len(looks) == 1:
             with monkeypatch.context() as patch:
-                patch.setattr(Store, "_parts_of", real)
-                attempt(Store.open(self.path), trial_id, "failed", [1])
+                patch.setattr(Reader, "numbers", real)
+                attempt(Store.open(store.path), trial_id, "failed", [1])
         return parts
 
-    monkeypatch.setattr(Store, "_parts_of", look_then_lose_time)
+    monkeypatch.setattr(Reader, "numbers", look_then_lose_time)
     assert begin(store).attempt == 2
     assert looks[0] == []
 
@@ -800,7 +803,7 @@ def test_a_part_cut_at_any_byte_is_named_and_the_rest_is_read(two_trials, tmp_pa
         "sweeps": lambda: store.sweeps(raw=True),
     }
     assert set(read[table]()["trial_id"]) == {"b"}
-    assert [damaged for damaged, _ in store.damaged] == [part]
+    assert [damaged for damaged, _ in store.damaged] == [str(part)]
     assert all(reason and "\n" not in reason for _, reason in store.damaged)
     if table == "trials":
         assert store.finished() == {"b": "finished"}
@@ -846,7 +849,7 @@ def test_changed_columns_are_noticed(two_trials, tmp_path):
     part.write_bytes(part.read_bytes().replace(b"model.causal", b"model.casual"))
     store = Store.open(path)
     assert store.trials()["trial_id"].tolist() == ["b"]
-    assert store.damaged == [(part, "its description of the columns was changed")]
+    assert store.damaged == [(str(part), "its description of the columns was changed")]
 
 
 def test_what_is_no_part_is_passed_over(store):
@@ -864,7 +867,7 @@ def test_what_is_no_part_is_passed_over(store):
     (trials / "._a-1.parquet").write_bytes(b"what a file manager leaves")
     (trials / "notes.txt").write_text("mine")
     assert store.trials()["trial_id"].tolist() == ["a", "b"]
-    reasons = {path.name: reason for path, reason in store.damaged}
+    reasons = {Path(path).name: reason for path, reason in store.damaged}
     assert reasons.keys() == {f"{name}.parquet" for name in ("a-2", "a-1 (copy)", "c-1", "d-1", "e-1", "f-1", "g-1")}
     assert reasons["a-2.parquet"] == "belongs to attempt a-1"
     assert reasons["c-1.parquet"] == reasons["d-1.parquet"] == "not a part of the trials table"
@@ -887,7 +890,7 @@ def test_a_part_that_was_mended_is_read_again(store):
 
 def test_a_newer_schema_is_refused_by_name(store, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+        patch.setattr(parts_module, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
         attempt(store, "new", "finished", [1])
     for read in (store.trials, store.finished, store.metrics):
         with pytest.raises(StoreError, match=rf"new-1\.parquet: schema version {SCHEMA_VERSION + 1} is newer"):
@@ -899,13 +902,13 @@ def test_unchanged_parts_are_not_read_again(store, monkeypatch):
         attempt(store, trial_id, "interrupted", [1])
     assert store.finished() == {}
     opened = []
-    real = store_module._decode
+    real = parts_module.decode
 
-    def noting(table, path, columns=None):
-        opened.append(path.name)
-        return real(table, path, columns)
+    def noting(table, data, path, columns=None):
+        opened.append(Path(path).name)
+        return real(table, data, path, columns)
 
-    monkeypatch.setattr(store_module, "_decode", noting)
+    monkeypatch.setattr(parts_module, "decode", noting)
     attempt(store, "b", "finished", [1])
     assert store.finished() == {"b": "finished"}
     assert opened == ["b-2.parquet"]
@@ -1251,5 +1254,5 @@ def test_values_agree_to_the_last_bit_or_within_the_tolerance(pair):
     ],
 )
 def test_agreement_of_single_values(a, b, bits, close):
-    assert store_module._agree(a, b) is bits
-    assert store_module._agree(a, b, rtol=0.1) is close
+    assert _agree(a, b) is bits
+    assert _agree(a, b, rtol=0.1) is close

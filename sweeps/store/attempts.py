@@ -1,0 +1,291 @@
+"""Writing one attempt at one trial: its live parts, its claim, its end."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+
+from sweeps.store import parts
+from sweeps.store.claims import claim_content, claim_path
+from sweeps.store.places import Place, one_line
+from sweeps.store.schema import DECLARED, METRICS, OWNED, STATUSES, StoreError, config_type
+
+KEEP_ALIVE_EVERY_S = 10.0
+"""A claim is renewed at least this often while its process lives: a long compilation isn't death."""
+
+_writers: weakref.WeakSet[AttemptWriter] = weakref.WeakSet()
+"""The attempts of this process that hold a claim."""
+
+_keeper_pid: int | None = None
+_keeper_lock = threading.Lock()
+
+
+def keep_claims_alive() -> None:
+    """Starts this process's one thread that renews heartbeats while training doesn't, as in a long compilation."""
+    global _keeper_pid
+
+    def renew() -> None:
+        with _keeper_lock:
+            references = [weakref.ref(writer) for writer in _writers]
+        for reference in references:
+            if writer := reference():
+                writer._keep_alive()
+                del writer  # held no longer than needed: a dropped attempt gives its claim back
+
+    def run() -> None:
+        while True:
+            time.sleep(KEEP_ALIVE_EVERY_S)
+            renew()
+
+    with _keeper_lock:
+        if _keeper_pid != os.getpid():  # a forked child has no thread yet
+            _keeper_pid = os.getpid()
+            threading.Thread(target=run, name="hyla-store-heartbeat", daemon=True).start()
+
+
+def _give_back(place: Place, claim: str, pid: int) -> None:
+    """Removes the claim of an attempt that has ended or that nobody holds any more, unless in a forked child."""
+    if pid == os.getpid():
+        with suppress(OSError):
+            place.remove(claim)
+
+
+class AttemptWriter:
+    """Writes one attempt at one trial. Made by `Store.begin`; safe to use from several threads.
+
+    Rows wait in memory until `flush`, which `add` calls every few seconds. When a write fails because the disk is full,
+    the rows are held back and written by a later flush. A writer that is dropped before `seal` gives its claim back:
+    the attempt reads as interrupted.
+
+    Attributes:
+      trial_id: the trial.
+      attempt: its number, from 1.
+      held_back: why the last flush failed, in one line; None when it didn't.
+      sealed: whether the attempt has ended.
+    """
+
+    def __init__(self, place: Place, row: dict[str, Any], config: Mapping[str, Any], run_id: str | None):
+        self.trial_id: str = row["trial_id"]
+        self.attempt: int = row["attempt"]
+        self.held_back: str | None = None
+        self.sealed = False
+        self._row = row
+        self._reached = 0
+        self._config = dict(config)
+        self._place = place
+        self._lock = threading.RLock()
+        self._rows: list[tuple[int, str, str, float]] = []
+        self._num_written_rows = 0
+        self._written_row: dict[str, Any] | None = None
+        self._flush_due = time.monotonic() + self._place.flush_every_s
+        self._progress: dict[str, Any] = {}
+        self._pid = os.getpid()
+        self._run_id = run_id
+        self._begun = False
+        self._last_beat = self._beat_due = -math.inf
+        self._release: Callable[[], object] = lambda: None
+
+    def __repr__(self) -> str:
+        return f"AttemptWriter({self.trial_id}-{self.attempt}, {self._row['status'] or 'running'})"
+
+    @property
+    def start_step(self) -> int:
+        """The step from which the attempt goes on."""
+        return self._row["start_step"]
+
+    def update(self, **facts: Any) -> None:
+        """Sets columns of the attempt's row, such as `start_step` once a checkpoint is restored, or `compile_s`."""
+        check_facts(facts)
+        with self._lock:
+            self._require_open()
+            self._set(facts)
+
+    def add(self, rows: Iterable[tuple[int, str, str, float]]) -> None:
+        """Adds measurements, each (step, split, metric, value)."""
+        with self._lock:
+            self._require_open()
+            for step, split, metric, value in rows:
+                self._rows.append((int(step), str(split), str(metric), float(value)))
+                self._reached = max(self._reached, int(step))
+            self._set({})
+            if time.monotonic() >= self._flush_due:
+                self.flush()
+
+    def flush(self) -> bool:
+        """Replaces the live parts where there is something new.
+
+        Returns:
+          Whether all is written. Where not, `held_back` says why, and a later flush tries again.
+        """
+        with self._lock:
+            self._require_open()
+            start = time.monotonic()
+            try:
+                self._write_parts()
+            except OSError as error:
+                self.held_back = one_line(error)
+            # Many small members on a slow disk must not spend their time on live parts: at most a twentieth of it.
+            taken = (time.monotonic() - start) * len(_writers)
+            self._flush_due = time.monotonic() + max(self._place.flush_every_s, 20 * taken)
+            return self.held_back is None
+
+    def heartbeat(self, progress: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+        """Tells the live view how far the attempt is; written at most once a second.
+
+        Args:
+          progress: step, num_steps, loss, and what else the view should show; merged into what was told before.
+          **more: the same as keywords.
+        """
+        with self._lock:
+            self._require_open()
+            self._progress.update(progress or {}, **more)
+            self._reached = max(self._reached, int(self._progress.get("step", 0)))
+            self._set({})
+            if time.monotonic() >= self._beat_due:
+                self._beat()
+
+    def seal(self, status: str, error: str | BaseException | None = None, **facts: Any) -> None:
+        """Ends the attempt: writes its final parts and gives the claim back.
+
+        Args:
+          status: one of `STATUSES`.
+          error: what went wrong; of an exception, its traceback is kept as well.
+          **facts: more columns of the row, such as `train_s` or `peak_mem_bytes`.
+
+        Raises:
+          StoreError: the parts can't be written. The attempt stays open and can be sealed again.
+        """
+        if status not in STATUSES:
+            raise ValueError(f"status={status!r} is unknown; choose one of {list(STATUSES)}")
+        check_facts(facts)
+        with self._lock:
+            self._require_open()
+            before = dict(self._row)
+            self._set({**facts, "status": status, "ended_at": datetime.now(UTC), **_error_columns(error)})
+            try:
+                self._write_parts()
+            except OSError as failure:
+                self.held_back = one_line(failure)
+                self._row = before
+                raise StoreError(
+                    f"{self._place.shown}: the results of trial {self.trial_id} can't be written: {self.held_back}"
+                ) from failure
+            self.sealed = True
+            self._release()
+            with _keeper_lock:
+                _writers.discard(self)
+
+    @property
+    def _claim_path(self) -> str:
+        return claim_path(self.trial_id, self.attempt)
+
+    def _require_open(self) -> None:
+        if self.sealed:
+            raise RuntimeError(f"attempt {self.attempt} at trial {self.trial_id} is sealed")
+
+    def _set(self, columns: Mapping[str, Any]) -> None:
+        self._row.update(columns)
+        self._reached = max(self._reached, columns.get("step", 0))
+        self._row["step"] = max(self._reached, self._row["start_step"])
+
+    def _claim(self) -> bool:
+        """Takes the claim; False where somebody was faster. It is given back when the attempt ends or is dropped."""
+        if not self._place.create(self._claim_path, self._claim_content()):
+            return False
+        self._release = weakref.finalize(self, _give_back, self._place, self._claim_path, self._pid)
+        with _keeper_lock:
+            _writers.add(self)
+        return True
+
+    def _settle(self) -> None:
+        """Tells rivals that the attempt is begun."""
+        self._begun = True
+        self._place.write(self._claim_path, self._claim_content(), durable=False)
+
+    def _write_parts(self) -> None:
+        """Metrics first: a row of the trials table never promises metrics that aren't there."""
+        name = parts.part_name(self.trial_id, self.attempt)
+        if (num_rows := len(self._rows)) > self._num_written_rows:
+            columns = ([self.trial_id] * num_rows, [self.attempt] * num_rows, *zip(*self._rows, strict=True))
+            rows = pa.table(
+                [pa.array(values, column.type) for values, column in zip(columns, METRICS, strict=True)],
+                names=[column.name for column in METRICS],
+            )
+            self._place.write(f"metrics/{name}", parts.encode("metrics", rows))
+            self._num_written_rows = num_rows
+        self._row["num_metric_rows"] = self._num_written_rows
+        if self._row != self._written_row:
+            config = {field: config_type(field, value) for field, value in self._config.items()}
+            schema = pa.schema([*DECLARED["trials"].items(), *config.items()])
+            row = pa.Table.from_pylist([{**self._row, **self._config}], schema=schema)
+            self._place.write(f"trials/{name}", parts.encode("trials", row))
+            self._written_row = dict(self._row)
+        self.held_back = None
+
+    def _claim_content(self) -> bytes:
+        return claim_content(
+            self.trial_id,
+            self.attempt,
+            pid=self._pid,
+            begun=self._begun,
+            run_id=self._run_id,
+            progress=self._progress,
+        )
+
+    def _beat(self) -> None:
+        """Rewrites the claim. One that was swept away stays away: somebody else has the trial now."""
+        start = self._last_beat = time.monotonic()
+        try:
+            if not self._place.exists(self._claim_path):
+                return
+            self._place.write(self._claim_path, self._claim_content(), durable=False)
+        except OSError:  # a full disk has room for a new time
+            with suppress(OSError):
+                self._place.touch(self._claim_path)
+        # As with live parts: whoever waits for a network is not to wait most of the time.
+        self._beat_due = start + max(self._place.heartbeat_every_s, 20 * (time.monotonic() - start))
+
+    def _keep_alive(self) -> None:
+        with self._lock:
+            if self._begun and not self.sealed and time.monotonic() - self._last_beat >= KEEP_ALIVE_EVERY_S / 2:
+                self._beat()
+
+
+def check_facts(facts: Mapping[str, Any]) -> None:
+    """Refuses what is no column of the trials table that a caller may set, or has no value of its type."""
+    declared = DECLARED["trials"]
+    for name, value in facts.items():
+        if name in OWNED or name not in declared:
+            raise ValueError(
+                f"{name!r} is no column to set; choose from {[name for name in declared if name not in OWNED]}"
+            )
+        check_value(name, value, declared[name])
+
+
+def check_value(name: str, value: Any, kind: pa.DataType) -> None:
+    """Refuses a value that does not fit a column of this type. Raises ValueError."""
+    try:
+        pa.array([value], kind)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}={value!r} does not fit its column, which is {kind}") from error
+
+
+def _error_columns(error: str | BaseException | None) -> dict[str, str | None]:
+    if error is None:
+        return {"error": None, "error_detail": None}
+    if isinstance(error, BaseException):
+        lines = str(error).strip().splitlines()
+        line = ": ".join([type(error).__name__, *lines[:1]])
+        return {"error": line, "error_detail": "".join(traceback.format_exception(error))}
+    lines = error.strip().splitlines() or [""]
+    return {"error": lines[0], "error_detail": error if len(lines) > 1 else None}

@@ -1,0 +1,586 @@
+"""`Store`: begins attempts, reads the tables, keeps requests and checkpoints."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import random
+import re
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import pandas as pd
+import pyarrow as pa
+
+from sweeps.store import parts
+from sweeps.store.attempts import AttemptWriter, check_facts, check_value, keep_claims_alive
+from sweeps.store.claims import SUFFIX as CLAIM_SUFFIX
+from sweeps.store.claims import Claim, claim_path, read_claim
+from sweeps.store.clean import Attempt, step_limits, winners
+from sweeps.store.places import LocalPlace, Place, find_place, one_line
+from sweeps.store.reading import Reader, Selection, in_order
+from sweeps.store.schema import DECLARED, FINAL, INT, STRING, StoreError, config_type
+
+KEPT_CHECKPOINTS = 2
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")  # of trials, requests and runs: they become file names
+
+
+class TrialState(NamedTuple):
+    """Where a trial is."""
+
+    status: str  # finished, diverged, failed, interrupted or running
+    attempt: int
+    step: int
+    num_steps: int | None
+    loss: float | None  # of the last heartbeat of a running attempt
+    error: str | None
+    host: str | None
+    run_id: str | None
+    progress: Mapping[str, Any]  # all that the last heartbeat of a running attempt told
+
+
+class SweepSummary(NamedTuple):
+    """The state of a sweep: the trials of its latest request."""
+
+    sweep: str
+    tiny: bool
+    request_id: str
+    requested_at: datetime
+    file: str | None
+    trial_ids: tuple[str, ...]
+    counts: dict[str, int]  # status → trials; `pending` for those never begun
+
+
+class RequestedTrial(Protocol):
+    """What a request records of a trial; a `TrialSpec` is one."""
+
+    @property
+    def trial_id(self) -> str:
+        """Its identity."""
+        ...
+
+    @property
+    def point(self) -> str:
+        """Equal for trials that differ only in their seeds."""
+        ...
+
+    @property
+    def axes(self) -> Mapping[str, Any]:
+        """The value of each axis as written."""
+        ...
+
+
+class Store:
+    """A results folder. Use `Store.create` to write and `Store.open` to read.
+
+    Attributes:
+      path: the folder.
+    """
+
+    def __init__(self, path: str | Path | Place):
+        self.place = path if isinstance(path, Place) else find_place(path)
+        self._reader = Reader(self.place)
+
+    def __repr__(self) -> str:
+        return f"Store({self.shown!r})"
+
+    @property
+    def shown(self) -> str:
+        """The store as messages name it: its folder or URL."""
+        return self.place.shown
+
+    @property
+    def path(self) -> Path:
+        """The store's folder.
+
+        Raises:
+          StoreError: it is not in a file system.
+        """
+        if not isinstance(self.place, LocalPlace):
+            raise StoreError(f"{self.shown}: not a folder of this machine")
+        return self.place.root
+
+    @classmethod
+    def open(cls, path: str | Path | Place) -> Store:
+        """The store in a folder or at a URL.
+
+        Raises:
+          StoreError: there is none.
+        """
+        store = cls(path)
+        try:
+            problem = store.place.is_store()
+        except OSError as error:
+            raise StoreError(f"{store.shown}: can't be read: {one_line(error)}") from error
+        if problem is not None:
+            raise StoreError(f"{store.shown}: {problem}; give the folder of a results store")
+        return store
+
+    @classmethod
+    def create(cls, path: str | Path | Place) -> Store:
+        """The store in a folder or at a URL, made where it is missing.
+
+        Raises:
+          StoreError: it can't be made.
+        """
+        store = cls(path)
+        try:
+            store.place.make()
+        except OSError as error:
+            raise StoreError(f"{store.shown}: the results store can't be made here: {one_line(error)}") from error
+        return store
+
+    def check_writable(self) -> None:
+        """Tries to write, before anything starts.
+
+        Raises:
+          StoreError: path and reason, in one line.
+        """
+        self.place.check_writable()
+
+    @property
+    def damaged(self) -> list[tuple[str, str]]:
+        """Files that the last read of each table passed over, as messages name them, with the reason."""
+        found = [item for items in self._reader.damaged.values() for item in items]
+        return [(self.place.shown_path(path), reason) for path, reason in found]
+
+    # ------------------------------------------------------------------------------------------------------- attempts
+
+    def begin(
+        self,
+        trial_id: str,
+        config_flat: Mapping[str, Any],
+        provenance: Mapping[str, Any],
+        start_step: int,
+        num_steps: int,
+        counts: Mapping[str, Any],
+    ) -> AttemptWriter | None:
+        """Claims a trial and begins the next attempt at it.
+
+        Args:
+          trial_id: the trial.
+          config_flat: all fields of its config under dotted names.
+          provenance: columns of the trials table such as `run_id`, `pack_id`, `git_commit`, `version.jax`; host, pid
+            and user are filled in.
+          start_step: step of the checkpoint from which it goes on, else 0; `AttemptWriter.update` can correct it.
+          num_steps: steps it trains in all.
+          counts: columns such as `num_params` and `train_flops`.
+
+        Returns:
+          The attempt's writer; None where a live claim of the trial exists.
+
+        Raises:
+          StoreError: the store can't be written.
+        """
+        _check_name("trial_id", trial_id)
+        facts = {"host": socket.gethostname(), "pid": os.getpid(), "user": _user(), **provenance, **counts}
+        check_facts(facts)
+        for name, value in config_flat.items():
+            if "." not in name or name in DECLARED["trials"]:
+                raise ValueError(f"config field {name!r} needs a dotted name that is no column of the trials table")
+            check_value(name, value, config_type(name, value))
+        row = {
+            **dict.fromkeys(DECLARED["trials"]),
+            **facts,
+            "trial_id": trial_id,
+            "start_step": int(start_step),
+            "step": int(start_step),
+            "num_steps": int(num_steps),
+        }
+        try:
+            return self._begin(trial_id, row, config_flat)
+        except OSError as error:
+            raise StoreError(f"{self.shown}: trial {trial_id} can't be begun: {one_line(error)}") from error
+
+    def _begin(self, trial_id: str, row: Mapping[str, Any], config: Mapping[str, Any]) -> AttemptWriter | None:
+        """Rivals for a trial agree without a lock, through exclusive creation of the claim and a second look.
+
+        A claim counts only after its maker has looked again: it steps back where meanwhile a part of this or a later
+        attempt appeared (its number was out of date), or where a live claim with a lower number exists. Dead claims are
+        swept away only once the new attempt's part is there, so that nobody can take a number for free that isn't.
+        """
+        give_up = time.monotonic() + 5
+        while True:
+            numbers, claims = self._reader.numbers(trial_id), self._claims_of(trial_id)
+            if live := [claim for claim in claims if claim.alive]:
+                if any(claim.begun for claim in live) or time.monotonic() > give_up:
+                    return None
+                time.sleep(random.uniform(0.001, 0.01))  # until the rival has settled or stepped back
+                continue
+            attempt = 1 + max([*numbers, *(claim.attempt for claim in claims)], default=0)
+            started = {**row, "attempt": attempt, "started_at": datetime.now(UTC)}
+            writer = AttemptWriter(self.place, started, config, row["run_id"])
+            if not writer._claim():
+                continue
+            try:
+                numbers, claims = self._reader.numbers(trial_id), self._claims_of(trial_id)
+                outdated = any(number >= attempt for number in numbers)
+                if outdated or any(claim.alive and claim.attempt < attempt for claim in claims):
+                    writer._release()
+                    time.sleep(random.uniform(0.001, 0.01))
+                    continue
+                writer._write_parts()
+                for claim in claims:
+                    if not claim.alive:
+                        self._sweep_away(claim)
+                writer._settle()
+            except BaseException:
+                writer._release()
+                raise
+            keep_claims_alive()
+            return writer
+
+    def _claims_of(self, trial_id: str) -> list[Claim]:
+        names = self.place.names("claims", f"{trial_id}-")
+        claims = [read_claim(self.place, name) for name in names]
+        return [claim for claim in claims if claim and claim.trial_id == trial_id]
+
+    def _sweep_away(self, claim: Claim) -> None:
+        """Removes a dead claim and what its process left half written."""
+        name = f"{claim.trial_id}-{claim.attempt}."
+        checkpoints = self._checkpoint_folder(claim.trial_id)
+        for folder, prefix in (
+            *((folder, f".{name}") for folder in ("trials", "metrics", "claims")),
+            (checkpoints, "."),
+        ):
+            for leftover in self.place.names(folder, prefix):
+                self.place.remove(f"{folder}/{leftover}")
+        self.place.remove(claim_path(claim.trial_id, claim.attempt))
+
+    def claims(self) -> list[Claim]:
+        """All claims, live and dead."""
+        names = [entry.name for entry in self.place.entries("claims", CLAIM_SUFFIX)]
+        if self.place.is_remote and len(names) > 1:
+            with ThreadPoolExecutor(self.place.num_readers) as pool:
+                found = list(pool.map(lambda name: read_claim(self.place, name), names))
+        else:
+            found = [read_claim(self.place, name) for name in names]
+        return [claim for claim in found if claim is not None]
+
+    def request_stop(self, run_id: str) -> None:
+        """Asks a run's workers to stop at the next opportunity."""
+        _check_name("run_id", run_id)
+        try:
+            self.place.write(f"claims/{run_id}.stop", b"")
+        except OSError as error:
+            raise StoreError(f"{self.shown}: run {run_id} can't be stopped: {one_line(error)}") from error
+
+    def stop_requested(self, run_id: str) -> bool:
+        """Whether somebody asked the run to stop."""
+        return self.place.exists(f"claims/{run_id}.stop")
+
+    def clear_stop(self, run_id: str) -> None:
+        """Takes the request back, once the run has ended."""
+        _check_name("run_id", run_id)
+        self.place.remove(f"claims/{run_id}.stop")
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def record_sweep(
+        self,
+        sweep: str,
+        trials: Iterable[RequestedTrial],
+        *,
+        file: str | Path,
+        tiny: bool,
+        select_over: Sequence[str] = (),
+        overrides: Sequence[str] = (),
+        request_id: str | None = None,
+    ) -> str:
+        """Records which trials a run command asks for.
+
+        Args:
+          sweep: the sweep's name.
+          trials: every trial of the sweep, whether it still has to run or not.
+          file: the sweep file, as given.
+          tiny: whether it is the file's tiny form.
+          select_over: axes over which hyperparameters are chosen.
+          overrides: settings changed by --set, in order.
+          request_id: a name that no other request has; by default made from the time.
+
+        Returns:
+          The request's id.
+        """
+        now = datetime.now(UTC)
+        request_id = request_id or f"{now:%Y%m%dT%H%M%S.%fZ}-{uuid.uuid4().hex[:6]}"
+        _check_name("request_id", request_id)
+        rows = [
+            {
+                "sweep": sweep,
+                "request_id": request_id,
+                "requested_at": now,
+                "file": str(file),
+                "tiny": tiny,
+                "overrides": list(overrides),
+                "trial_id": trial.trial_id,
+                "point": trial.point,
+                "axes": json.dumps(dict(trial.axes), ensure_ascii=False),
+                "select_over": list(select_over),
+            }
+            for trial in trials
+        ]
+        table = pa.Table.from_pylist(rows, schema=pa.schema(list(DECLARED["sweeps"].items())))
+        try:
+            self.place.write(f"sweeps/{request_id}{parts.SUFFIX}", parts.encode("sweeps", table))
+        except OSError as error:
+            raise StoreError(f"{self.shown}: the request can't be recorded: {one_line(error)}") from error
+        return request_id
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def _checkpoint_folder(self, trial_id: str) -> str:
+        return f"checkpoints/{trial_id}"
+
+    def _checkpoint_steps(self, trial_id: str) -> list[int]:
+        names = self.place.names(self._checkpoint_folder(trial_id))
+        return sorted(int(name[:-5]) for name in names if name.endswith(".ckpt") and name[:-5].isdecimal())
+
+    def save_checkpoint(self, trial_id: str, step: int, data: bytes | Callable[[Path], None]) -> None:
+        """Saves a state; the one before it is kept as well.
+
+        States of later steps are removed: whoever saves at this step could not use them.
+
+        Args:
+          trial_id: whose state.
+          step: updates done.
+          data: the state, or what writes it into a folder that does not exist yet, for states in many files.
+
+        Raises:
+          StoreError: it can't be written; what was there before stays.
+        """
+        _check_name("trial_id", trial_id)
+        folder = self._checkpoint_folder(trial_id)
+        try:
+            path = f"{folder}/{step}.ckpt"
+            if not isinstance(data, bytes):
+                self.place.write_folder(path, data)
+            else:
+                if self.place.is_folder(path):
+                    self.place.remove(path)
+                self.place.write(path, data)
+            steps = self._checkpoint_steps(trial_id)
+            kept = [other for other in steps if other <= step][-KEPT_CHECKPOINTS:]
+            for other in set(steps) - set(kept):
+                self.place.remove(f"{folder}/{other}.ckpt")
+        except OSError as error:
+            raise StoreError(
+                f"{self.place.shown_path(folder)}: the checkpoint at step {step} can't be written: {one_line(error)}"
+            ) from error
+
+    def load_checkpoints(self, trial_id: str) -> Iterator[tuple[int, bytes | Path]]:
+        """The saved states of a trial, newest first, each (step, bytes), or its folder if it is one.
+
+        The caller judges whether one is damaged.
+        """
+        for step in reversed(self._checkpoint_steps(trial_id)):
+            path = f"{self._checkpoint_folder(trial_id)}/{step}.ckpt"
+            try:
+                yield step, self.place.local_folder(path) if self.place.is_folder(path) else self.place.read(path)
+            except OSError:
+                continue
+
+    def clear_checkpoints(self, trial_id: str) -> None:
+        """Removes a trial's saved states."""
+        _check_name("trial_id", trial_id)
+        self.place.remove(self._checkpoint_folder(trial_id))
+
+    # -------------------------------------------------------------------------------------------------------- reading
+
+    def finished(self) -> dict[str, str]:
+        """Trials that have a result: trial_id → finished or diverged."""
+        counting = winners(self._reader.attempts())
+        return {trial_id: row.status for trial_id, row in counting.items() if row.status in FINAL}
+
+    def statuses(self) -> dict[str, TrialState]:
+        """Every trial that was ever begun: trial_id → where it is."""
+        live = self._live_claims()  # before the parts: an attempt that ends meanwhile is then told by its sealed part
+        attempts = self._reader.attempts()
+        if any(row.status is None and (row.trial_id, row.attempt) not in live for row in attempts):
+            live |= self._live_claims()  # and after: it may have begun meanwhile
+        states = {
+            trial_id: TrialState(
+                status=row.status or "interrupted",
+                attempt=row.attempt,
+                step=row.step or row.start_step,
+                num_steps=row.num_steps,
+                loss=None,
+                error=row.error,
+                host=row.host,
+                run_id=row.run_id,
+                progress={},
+            )
+            for trial_id, row in winners(attempts).items()
+        }
+        sealed = {(row.trial_id, row.attempt) for row in attempts if row.status}
+        for key, claim in live.items():
+            known = states.get(claim.trial_id)
+            if key in sealed or (known and (known.status in FINAL or known.attempt > claim.attempt)):
+                continue
+            progress = claim.progress
+            states[claim.trial_id] = TrialState(
+                status="running",
+                attempt=claim.attempt,
+                step=progress.get("step", known.step if known else 0),
+                num_steps=progress.get("num_steps", known.num_steps if known else None),
+                loss=progress.get("loss"),
+                error=None,
+                host=claim.host,
+                run_id=claim.run_id,
+                progress=progress,
+            )
+        return states
+
+    def last_activity(self) -> dict[str, datetime]:
+        """When something last happened to each trial: its end, a write of a part, or a heartbeat of a live claim."""
+        latest: dict[str, datetime] = {}
+        moments = [(row.trial_id, row.ended_at) for row in self._reader.attempts() if row.ended_at is not None]
+        moments += [
+            (key[0], datetime.fromtimestamp(entry.modified, UTC))
+            for entry in self.place.entries("trials", parts.SUFFIX)
+            if (key := parts.split_name(entry.name)) is not None
+        ]
+        moments += [(claim.trial_id, claim.heartbeat) for claim in self.claims() if claim.alive and claim.heartbeat]
+        for trial_id, moment in moments:
+            latest[trial_id] = max(moment, latest.get(trial_id, moment))
+        return latest
+
+    def summary(self) -> list[SweepSummary]:
+        """Every sweep by the trials of its latest request, newest request first; tiny sweeps apart."""
+        statuses = self.statuses()
+        summaries = []
+        for _, rows in self.sweeps().groupby(["sweep", "tiny"], sort=False):
+            trial_ids = tuple(rows["trial_id"])
+            counts: dict[str, int] = {}
+            for trial_id in trial_ids:
+                state = statuses.get(trial_id)
+                status = state.status if state else "pending"
+                counts[status] = counts.get(status, 0) + 1
+            first = rows.iloc[0]
+            summaries.append(
+                SweepSummary(
+                    sweep=first["sweep"],
+                    tiny=bool(first["tiny"]),
+                    request_id=first["request_id"],
+                    requested_at=first["requested_at"].to_pydatetime(),
+                    file=first["file"],
+                    trial_ids=trial_ids,
+                    counts=counts,
+                )
+            )
+        return sorted(summaries, key=lambda item: item.requested_at, reverse=True)
+
+    def trials(self, raw: bool = False, trial_ids: Iterable[str] | None = None) -> pd.DataFrame:
+        """The trials table, ordered by trial and attempt.
+
+        Args:
+          raw: every attempt, else the one of each trial that counts.
+          trial_ids: of these trials only; files of others aren't opened.
+
+        Returns:
+          The columns of `TRIALS`, then the config's fields. `status` is `running` or `interrupted` where the attempt
+          hasn't been sealed. Integers are floats, with NaN, where a row has none.
+        """
+        return self._trial_table(raw, trial_ids).to_pandas()
+
+    def _trial_table(self, raw: bool, trial_ids: Iterable[str] | None = None) -> pa.Table:
+        wanted = None if trial_ids is None else set(trial_ids)
+        live = self._live_claims()  # before and after the parts, as in `statuses`
+        table = parts.concatenate(self._reader.read("trials", selection=Selection(wanted)), "trials")
+        keys = list(zip(table["trial_id"].to_pylist(), table["attempt"].to_pylist(), strict=True))
+        rows = [
+            Attempt(*key, status, start_step)
+            for key, status, start_step in zip(
+                keys, table["status"].to_pylist(), table["start_step"].to_pylist(), strict=True
+            )
+        ]
+        if any(row.status is None and key not in live for key, row in zip(keys, rows, strict=True)):
+            live |= self._live_claims()
+        statuses = [
+            row.status or ("running" if key in live else "interrupted") for key, row in zip(keys, rows, strict=True)
+        ]
+        index = table.schema.get_field_index("status")
+        table = table.set_column(index, "status", pa.array(statuses, STRING))
+        if raw:
+            chosen = list(range(len(rows)))
+        else:
+            counting = {(row.trial_id, row.attempt) for row in winners(rows).values()}
+            chosen = [index for index, key in enumerate(keys) if key in counting]
+        return table.take(pa.array(sorted(chosen, key=lambda index: keys[index]), INT))
+
+    def _live_claims(self) -> dict[tuple[str, int], Claim]:
+        return {(claim.trial_id, claim.attempt): claim for claim in self.claims() if claim.alive}
+
+    def metrics(
+        self,
+        raw: bool = False,
+        splits: Sequence[str] | None = None,
+        metrics: Sequence[str] | None = None,
+        trial_ids: Iterable[str] | None = None,
+    ) -> pd.DataFrame:
+        """The metrics table, ordered by trial, attempt and the order of measurement.
+
+        Args:
+          raw: every row, else those that count.
+          splits: of these splits only.
+          metrics: of these metrics only.
+          trial_ids: of these trials only; files of others aren't opened.
+
+        Returns:
+          The columns of `METRICS`.
+        """
+        return self._metric_table(raw, splits, metrics, trial_ids).to_pandas()
+
+    def final_metrics(self, splits: Sequence[str] | None = None, metrics: Sequence[str] | None = None) -> pd.DataFrame:
+        """The last row of each (trial, split, metric) that counts, with the columns of `METRICS`."""
+        frame = self._metric_table(False, splits, metrics, last=True).to_pandas()
+        frame = frame.sort_values(["trial_id", "step"], kind="stable")
+        return frame.drop_duplicates(["trial_id", "split", "metric"], keep="last", ignore_index=True)
+
+    def _metric_table(
+        self,
+        raw: bool,
+        splits: Sequence[str] | None = None,
+        metrics: Sequence[str] | None = None,
+        trial_ids: Iterable[str] | None = None,
+        last: bool = False,
+    ) -> pa.Table:
+        limits = None if raw else step_limits(self._reader.attempts())
+        values = {name: wanted for name, wanted in (("split", splits), ("metric", metrics)) if wanted is not None}
+        selection = Selection(None if trial_ids is None else set(trial_ids), limits, values, last)
+        return parts.concatenate(in_order(self._reader.read("metrics", selection=selection)), "metrics")
+
+    def sweeps(self, raw: bool = False) -> pd.DataFrame:
+        """The sweeps table.
+
+        Args:
+          raw: every request, else the latest of each sweep, where the tiny form is a sweep of its own.
+
+        Returns:
+          The columns of `SWEEPS`, ordered by request; `axes` is JSON.
+        """
+        frame = parts.concatenate(self._reader.read("sweeps"), "sweeps").to_pandas()
+        frame = frame.sort_values(["requested_at", "request_id"], kind="stable", ignore_index=True)
+        if raw or frame.empty:
+            return frame
+        latest = frame.groupby(["sweep", "tiny"])["request_id"].transform("last")
+        return frame[frame["request_id"] == latest].reset_index(drop=True)
+
+
+def _check_name(what: str, name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{what}={name!r} can't be part of a file name; letters, digits and _ . + - are allowed")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container in which the account has no name
+        return str(os.getuid()) if hasattr(os, "getuid") else ""
