@@ -282,9 +282,7 @@ def _kind_here() -> str | None:
     command = [sys.executable, "-c", "import jax; print(jax.local_devices()[0].device_kind)"]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         return None
     return done.stdout.strip() or None

@@ -55,6 +55,8 @@ def equal_tables(
 
     keys = ["trial_id", "step", "split", "metric"]
     a_frame, b_frame = (store.metrics(trial_ids=both)[[*keys, "value"]] for store in (store_a, store_b))
+    if a_frame.empty and b_frame.empty:  # trials that diverged before their first row; pandas cannot merge these
+        return lines
     merged = a_frame.merge(b_frame, on=keys, how="outer", suffixes=("_a", "_b"), indicator="side")
     if max_step is not None:
         merged = merged[merged["step"] <= max_step]
