@@ -103,6 +103,18 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--out", metavar="DIR", default="export", help="the folder of the files; default: export/")
     export.add_argument("--sweep", metavar="NAME", help="this sweep alone; NAME (tiny) for its tiny form")
     export.add_argument("--raw", action="store_true", help="every attempt, row and request, not only those that count")
+
+    reproduce = _command(
+        commands,
+        "reproduce",
+        "train a trial again from its row alone, and compare",
+        ("sweeps.reproduce", "reproduce_command"),
+    )
+    _add_store_arguments(reproduce)
+    reproduce.add_argument("trial", metavar="TRIAL", help="its id, or the start of it")
+    reproduce.add_argument(
+        "--into", metavar="STORE2", help="keep what is trained in this store; default: it is thrown away"
+    )
     return parser
 
 
