@@ -37,9 +37,10 @@ def page() -> str:
         f"Schema version {schema.SCHEMA_VERSION}. This page is made from `sweeps/store/schema.py` and the configs of",
         "`hyla_core/config.py`. [The results store](../store.md) says which rows count.",
         "",
-        "Each Parquet file names its table, the schema version and what its columns mean in the key-value metadata of",
-        "its footer, under keys that begin with `hyla.`. A column that a file lacks, and a value that is absent, are",
-        "null. Integers and floats of a column that has both are read as floats.",
+        "Each Parquet file names its table and the schema version in the key-value metadata of its footer, as",
+        "`hyla.table` and `hyla.schema_version`; compacted ones also say what each declared column means, as JSON in",
+        "`hyla.columns`. A column that a file lacks, and a value that is absent, are null. Integers and floats of a",
+        "column that has both are read as floats.",
         "",
     ]
     for table, columns in schema.TABLES.items():
@@ -69,10 +70,11 @@ def version_lines() -> list[str]:
         "name: update the code.",
         "",
     ]
-    steps = getattr(schema, "MIGRATIONS", {})
-    for version, migrate in sorted(steps.items()):
-        lines.append(f"- From {version} to {version + 1}: {summary_of(migrate)}")
-    return [*lines, ""] if steps else lines
+    changes = [
+        f"- From {version} to {version + 1}: {summary_of(migrate)}"
+        for version, migrate in sorted(schema.MIGRATIONS.items())
+    ]
+    return [*lines, *changes, ""]
 
 
 def summary_of(function: Any) -> str:

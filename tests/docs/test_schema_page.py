@@ -8,6 +8,7 @@ import pytest
 
 from hyla_core.config import TrainConfig
 from sweeps.store import KEYS, SCHEMA_VERSION, TABLES
+from sweeps.store.schema import MIGRATIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -75,6 +76,15 @@ def test_every_config_field_is_there_with_the_type_that_the_store_gives_it(schem
     assert meanings["`optim.name`"] == "`adamw`"
     assert meanings["`numerics.matmul_precision`"] == "`default`, `high`, `highest`"
     assert {"`task.num_terms`", "`task.seq_len`"} <= set(meanings)
+
+
+def test_every_migration_says_what_it_does(schema_page):
+    page = schema_page.page()
+    assert set(MIGRATIONS) == set(range(1, SCHEMA_VERSION))
+    for version, migrate in MIGRATIONS.items():
+        summary = schema_page.summary_of(migrate)
+        assert len(summary) > 20
+        assert f"- From {version} to {version + 1}: {summary}\n" in page
 
 
 @pytest.mark.parametrize(
