@@ -99,6 +99,7 @@ def run(folder: Path, num_trials: int, num_rows: int) -> dict[str, Any]:
     Returns:
       What stands in store.json; times in seconds, sizes in bytes.
     """
+    on = machine()
     start = time.perf_counter()
     make_store(folder, num_trials, num_rows)
     made_s = time.perf_counter() - start
@@ -107,7 +108,7 @@ def run(folder: Path, num_trials: int, num_rows: int) -> dict[str, Any]:
     measure("compact", folder)  # the first call made the large files, this one removes what they replace
     compacted |= {"size": sizes(folder), **{name: measure(name, folder) for name in MEASUREMENTS}}
     return {
-        "machine": machine(),
+        "machine": on,
         "trials": num_trials,
         "rows_per_trial": num_rows,
         "make_s": round(made_s, 3),
@@ -249,6 +250,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),  # what else it did, before this began
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "python": platform.python_version(),
         "pyarrow": pa.__version__,
