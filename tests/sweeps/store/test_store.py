@@ -1198,6 +1198,15 @@ def test_attempts_do_not_matter_to_equality(pair):
     assert equal_tables(left, right) == []
 
 
+def test_trials_without_a_row_can_be_compared(tmp_path):
+    first, second = (Store.create(tmp_path / name) for name in "ab")
+    for store in (first, second):
+        attempt(store, "a", "diverged", [])
+    assert equal_tables(first, second) == []
+    attempt(second, "a", "finished", [1])
+    assert len(equal_tables(first, second)) == 3  # the status, the step and the row
+
+
 def test_missing_trials_are_named(pair):
     left, right = pair
     attempt(left, "l", "finished", [1])
