@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hyla_core.train import MemberProgress, Report
 
 STOP_POLL_S = 1.0
+REMOTE_STOP_POLL_S = 5.0  # in a bucket each look is a request
 """The store is asked whether to stop at most this often."""
 
 OUT_OF_MEMORY = "out of memory"
@@ -126,10 +127,13 @@ class _Stopping:
     def __init__(self, store: Store, run_id: str, should_stop: Callable[[], bool]):
         self._store, self._run_id, self._should_stop = store, run_id, should_stop
         self._asked, self._stop = float("-inf"), False
+        self._poll_s = REMOTE_STOP_POLL_S if store.place.is_remote else STOP_POLL_S
 
     def __call__(self) -> bool:
-        if not self._stop and time.monotonic() - self._asked >= STOP_POLL_S:
-            self._stop = self._store.stop_requested(self._run_id)
+        if not self._stop and time.monotonic() - self._asked >= self._poll_s:
+            # A store that gives no answer for a while is no reason to end a training.
+            with contextlib.suppress(OSError):
+                self._stop = self._store.stop_requested(self._run_id)
             self._asked = time.monotonic()
         return self._stop or self._should_stop()
 
