@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from hyla_core.train import MemberProgress, Report
 
 STOP_POLL_S = 1.0
-REMOTE_STOP_POLL_S = 5.0  # in a bucket each look is a request
 """The store is asked whether to stop at most this often."""
+
+REMOTE_STOP_POLL_S = 5.0
+"""The same where the store is in a bucket: each look is a request."""
 
 OUT_OF_MEMORY = "out of memory"
 DISK_FULL = "the disk is full"

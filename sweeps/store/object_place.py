@@ -542,7 +542,7 @@ class ObjectPlace(Place):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.shown_path(path))
 
     def _no_answer(self, path: str, after_s: float | None) -> ObjectStoreError:
-        reason = f"no answer from {self._shown_endpoint()} in {after_s:.0f} s"
+        reason = f"no answer from {self._shown_endpoint()} in {after_s:g} s"
         return ObjectStoreError(self.shown_path(path), reason, is_away=True)
 
     def _shown_endpoint(self) -> str:

@@ -222,7 +222,7 @@ class Store:
             if not writer._claim():
                 continue
             try:
-                numbers, claims = self._reader.numbers(trial_id), self._claims_of(trial_id)
+                numbers, claims = self._reader.numbers(trial_id), self._claims_of(trial_id, besides=attempt)
                 outdated = any(number >= attempt for number in numbers)
                 # Names in a bucket may be half a minute old, and a part that is there must not be replaced.
                 outdated = outdated or (
@@ -243,9 +243,10 @@ class Store:
             keep_claims_alive()
             return writer
 
-    def _claims_of(self, trial_id: str) -> list[Claim]:
+    def _claims_of(self, trial_id: str, besides: int | None = None) -> list[Claim]:
+        """The claims of a trial, without that of one attempt."""
         names = self.place.names("claims", f"{trial_id}-")
-        claims = [read_claim(self.place, name) for name in names]
+        claims = [read_claim(self.place, name) for name in names if name != f"{trial_id}-{besides}{CLAIM_SUFFIX}"]
         return [claim for claim in claims if claim and claim.trial_id == trial_id]
 
     def _sweep_away(self, claim: Claim) -> None:
