@@ -153,10 +153,10 @@ def test_a_cell_of_the_real_grid_trains_is_interrupted_and_goes_on(attention, wi
         "axes.data.train_fraction": f"[{fraction}]",
         "axes.optim.peak_lr": "[1e-3]",
         "axes.optim.weight_decay": "[0.1]",
-        "axes.optim.warmup_steps": "[5]",
+        "axes.optim.warmup_steps": "[4]",
         "axes.seed": "[0]",
         # What is shortened: the steps and the evaluation. Sizes, task and batch are those of the paper.
-        "data.num_steps": "20",
+        "data.num_steps": "10",
         "data.num_valid": "128",
         "data.num_ood": "128",
         "run.num_evals": "1",
@@ -173,7 +173,7 @@ def test_a_cell_of_the_real_grid_trains_is_interrupted_and_goes_on(attention, wi
     finish(run(store, *options))
     attempts = Store.open(store).trials(raw=True).set_index("attempt")
     assert list(attempts.status) == ["interrupted", "finished"]
-    assert 0 < attempts.start_step[2] == attempts.step[1] < attempts.step[2] == 20
+    assert 0 < attempts.start_step[2] == attempts.step[1] < attempts.step[2] == 10
     assert list(attempts["model.emb_dim"]) == [128 * width] * 2
     assert list(attempts["model.num_layers"]) == [depth] * 2
     assert attempts["task.num_features"][2] == 4

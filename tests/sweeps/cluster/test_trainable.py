@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +172,36 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_saved(train, pack, job, s
 
     monkeypatch.setattr(Store, "save_checkpoint", refuse)
     assert set(run_pack(pack, job).statuses.values()) == {"finished"}
+
+
+def test_a_store_that_is_gone_for_a_while_misses_nothing(train, pack, job, store):
+    """As a network's folder that is not mounted for a moment."""
+    away = store.path.with_name("away")
+
+    def at_step(configs, step):
+        if step == 10:
+            store.path.rename(away)
+        elif step == 20:
+            away.rename(store.path)
+
+    train.at_step = at_step
+    assert set(run_pack(pack, job).statuses.values()) == {"finished"}
+    assert store.metrics()["step"].tolist() == 2 * [5, 10, 15, 20]
+
+
+def test_a_store_that_was_deleted_is_not_made_anew_somewhere_else(train, pack, job, store):
+    """Where it was mounted, a folder of that name would be on another disk."""
+
+    def at_step(configs, step):
+        if step == 10:
+            shutil.rmtree(store.path)
+
+    train.at_step = at_step
+    outcome = run_pack(pack, job)
+    assert "the results store is gone" in outcome.error
+    assert "\n" not in outcome.error
+    assert set(outcome.statuses.values()) == {"left"}
+    assert not store.path.exists()
 
 
 def test_a_whole_checkpoint_of_another_training_is_dropped_and_that_of_its_neighbour_is_not(
