@@ -1100,16 +1100,6 @@ def test_a_run_can_be_asked_to_stop(store):
 # -------------------------------------------------------------------------------------------------- where the store is
 
 
-URLS = ["s3://bucket/results", "gs://bucket", "file:///tmp/results", Path("s3://bucket/results")]
-
-
-@pytest.mark.parametrize("url", URLS)
-def test_urls_are_refused_in_one_line(url):
-    for make in (Store.open, Store.create):
-        with pytest.raises(StoreError, match=r"^\S+: a results store at a URL isn't supported yet; give a folder"):
-            make(url)
-
-
 def test_a_store_that_is_not_there_is_named(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
