@@ -56,6 +56,10 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TABLES = tuple(folder for folder in FOLDERS if folder != "checkpoints")
 _MANIFEST = "manifest.json"
 
+_unsent: dict[tuple[str, str], pa.NativeFile] = {}
+"""Streams of writes that failed, by store and object. pyarrow sends them once more when they go, whenever that is: old
+content would replace newer, and all threads would wait for it. So they stay until the next write of the same object."""
+
 T = TypeVar("T")
 
 
@@ -208,11 +212,13 @@ class ObjectPlace(Place):
         return ObjectPlace, (self.shown,)
 
     def shown_path(self, path: str) -> str:
+        """How messages name an object."""
         return f"{self._address.scheme}://{self._base}/{path}"
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def entries(self, folder: str, suffix: str = "") -> list[Entry]:
+        """The finished objects of a folder: a request for each thousand."""
         found = [info for info in self._list(folder) if info.type == pafs.FileType.File]
         return sorted(
             Entry(info.base_name, (info.size, info.mtime_ns), info.mtime_ns / 1e9)
@@ -221,6 +227,7 @@ class ObjectPlace(Place):
         )
 
     def names(self, folder: str, prefix: str = "") -> list[str]:
+        """Names in a folder; of a table's, as of half a minute ago at most."""
         with self._lock:
             asked, known = self._remembered.get(folder, (0.0, set()))
             if asked and time.monotonic() - asked < REMEMBERED_FOR_S:
@@ -228,6 +235,7 @@ class ObjectPlace(Place):
         return [info.base_name for info in self._list(folder) if info.base_name.startswith(prefix)]
 
     def read(self, path: str) -> bytes:
+        """An object's content, of one moment even where it is replaced meanwhile."""
         for _ in range(MAX_ATTEMPTS):
             data = self._run(path, lambda: self._read_once(path))
             if data is not None:
@@ -235,6 +243,7 @@ class ObjectPlace(Place):
         raise ObjectStoreError(self.shown_path(path), "was replaced again and again while it was read; try again")
 
     def exists(self, path: str) -> bool:
+        """Whether there is such an object; False for a folder."""
         try:
             self._run(path, lambda: self._filesystem.open_input_file(self._key(path)).close())
         except FileNotFoundError:
@@ -244,12 +253,14 @@ class ObjectPlace(Place):
         return True
 
     def modified(self, path: str) -> float:
+        """When an object was written, in seconds since the epoch, to the second."""
         info = self._run(path, lambda: self._filesystem.get_file_info(self._key(path)))
         if info.type != pafs.FileType.File:
             raise self._not_found(path)
         return info.mtime_ns / 1e9
 
     def is_folder(self, path: str) -> bool:
+        """Whether anything is below this path."""
         return self._run(path, lambda: self._filesystem.get_file_info(self._key(path))).type == pafs.FileType.Directory
 
     def local_folder(self, path: str) -> Path:
@@ -275,6 +286,7 @@ class ObjectPlace(Place):
         return folder
 
     def is_store(self) -> str | None:
+        """None, or why there is no store here."""
         infos = self._list("")
         if any(info.base_name in ("trials", "sweeps") for info in infos):
             return None
@@ -283,6 +295,7 @@ class ObjectPlace(Place):
     # ------------------------------------------------------------------------------------------------------- writing
 
     def write(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        """Replaces an object whole; it always lasts."""
         self._upload(path, data)
         self._note(path, there=True)
 
@@ -311,9 +324,11 @@ class ObjectPlace(Place):
         return token.encode() in b" ".join(bytes(value) for value in metadata.values())
 
     def touch(self, path: str) -> None:
+        """Writes an object once more."""
         self.write(path, self.read(path))
 
     def remove(self, path: str) -> None:
+        """Removes an object, or all below a path."""
         filesystem = self._filesystem
         try:
             self._run(path, lambda: filesystem.delete_file(self._key(path)), is_change=True)
@@ -323,6 +338,7 @@ class ObjectPlace(Place):
         self._note(path, there=False)
 
     def move(self, path: str, to: str) -> None:
+        """Copies an object, then removes it."""
         self._run(to, lambda: self._filesystem.copy_file(self._key(path), self._key(to)), is_change=True)
         self._note(to, there=True)
         self.remove(path)
@@ -349,10 +365,12 @@ class ObjectPlace(Place):
                 self._upload_file(f"{path}/{_MANIFEST}", folder / _MANIFEST)
 
     def make(self) -> None:
+        """Looks whether the bucket is there and may be listed; nothing else has to be made."""
         self._list("")
         self._check_bucket()
 
     def check_writable(self) -> None:
+        """Writes an object and removes it."""
         probe = f"claims/.probe-{uuid.uuid4().hex[:8]}"
         try:
             self._upload(probe, bytes(4096))
@@ -361,6 +379,7 @@ class ObjectPlace(Place):
             raise StoreError(f"{self.shown}: the results store can't be written: {error.strerror or error}") from error
 
     def wait_to_retry(self) -> bool:
+        """Waits until another try may help; False where it would not, or where nothing has worked for too long."""
         with self._lock:
             now, since = time.monotonic(), self._failing_since
             if since is None or now - since > GIVE_UP_AFTER_S:
@@ -446,18 +465,13 @@ class ObjectPlace(Place):
         num_bytes = len(data) if isinstance(data, bytes) else data.size
         key = self._key(path)
 
-        def put(to: str) -> None:
-            stream = self._filesystem.open_output_stream(to, metadata={"Content-Type": kind})
-            stream.write(data)
-            stream.close()
-
         if num_bytes <= SINGLE_UPLOAD_BYTES:
-            self._run(path, lambda: put(key), is_change=True)
+            self._run(path, lambda: self._put(key, data, kind), is_change=True)
             return
         folder, _, name = path.rpartition("/")
         staged = f"{folder}/.{name}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            self._run(path, lambda: put(self._key(staged)), is_change=True, num_bytes=num_bytes)
+            self._run(path, lambda: self._put(self._key(staged), data, kind), is_change=True, num_bytes=num_bytes)
             self._run(
                 path,
                 lambda: self._filesystem.copy_file(self._key(staged), key),
@@ -466,7 +480,22 @@ class ObjectPlace(Place):
             )
         finally:
             with suppress(OSError):
+                self._run(path, lambda: self._finish(self._key(staged)), is_change=True)
                 self.remove(staged)
+
+    def _put(self, key: str, data: bytes | pa.Buffer, kind: str) -> None:
+        self._finish(key)
+        stream = self._filesystem.open_output_stream(key, metadata={"Content-Type": kind})
+        _unsent[self.shown, key] = stream
+        stream.write(data)
+        stream.close()
+        _unsent.pop((self.shown, key), None)
+
+    def _finish(self, key: str) -> None:
+        """Sends what an earlier write of this object could not, before something newer replaces it."""
+        if (stream := _unsent.get((self.shown, key))) is not None:
+            stream.close()
+            _unsent.pop((self.shown, key), None)
 
     def _run(self, path: str, do: Callable[[], T], *, is_change: bool = False, num_bytes: int = 0) -> T:
         """Does what needs the network; its errors come out in one line.

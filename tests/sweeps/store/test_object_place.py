@@ -1,5 +1,6 @@
 """Stores in a bucket: the same contract as in a folder, against a real S3 server on this machine's loopback."""
 
+import gc
 import os
 import pickle
 import socket
@@ -197,7 +198,7 @@ def test_the_tables_of_a_trials_life_are_the_same_everywhere(tmp_path: Path, url
 # ------------------------------------------------------------------------------------------------------ whole or not
 
 
-BIG = object_place.SINGLE_UPLOAD_BYTES + 8 * 2**20  # pyarrow sends it in two parts
+BIG = 25 * 2**20  # pyarrow sends it in three parts
 
 
 def test_a_small_object_is_one_request(server: S3Server, url: str) -> None:
@@ -218,9 +219,21 @@ def test_a_large_object_whose_part_fails_never_appears(server: S3Server, url: st
     with pytest.raises(StoreError, match="access denied"):
         place.write("checkpoints/t/1.ckpt", b"x" * BIG)  # the old one stays
     server.fault = None
-    time.sleep(0.3)
-    assert "2.ckpt" not in place.names("checkpoints/t")
+    gc.collect()  # what a traceback keeps alive may still write when it goes
+    assert place.names("checkpoints/t") == ["1.ckpt"]
     assert place.read("checkpoints/t/1.ckpt") == bytes(BIG)
+
+
+def test_a_write_that_failed_does_not_come_back(server: S3Server, url: str) -> None:
+    place = find_place(url)
+    server.fault = answer("403 Forbidden", "AccessDenied", "PUT")
+    with pytest.raises(StoreError) as failure:
+        place.write("trials/a-1.parquet", b"old")
+    server.fault = None
+    place.write("trials/a-1.parquet", b"new")
+    del failure
+    gc.collect()
+    assert place.read("trials/a-1.parquet") == b"new"
 
 
 _WRITE_FOR_EVER = """
@@ -555,7 +568,7 @@ def test_an_endpoint_that_hangs_costs_half_a_minute(server: S3Server, url: str, 
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", silent)
     start = time.monotonic()
     assert one_line_error(lambda: find_place(url).write("trials/x", b"1")).endswith(f"no answer from {silent}")
-    assert time.monotonic() - start < 45
+    assert time.monotonic() - start < 30
 
 
 def test_rows_are_held_back_and_a_finished_training_is_written_later(server: S3Server, url: str, monkeypatch) -> None:
@@ -575,17 +588,19 @@ def test_rows_are_held_back_and_a_finished_training_is_written_later(server: S3S
 
 
 def test_a_training_whose_end_can_not_be_written_is_given_up(server: S3Server, url: str, monkeypatch) -> None:
+    monkeypatch.setattr(object_place, "AWAY_FOR_S", 1.0)
     monkeypatch.setattr(object_place, "GIVE_UP_AFTER_S", 0.3)
     monkeypatch.setattr(object_place, "MAX_ATTEMPTS", 1)
     writer = Store.create(url).begin("t1", {"model.emb_dim": 8}, {"run_id": "r"}, 0, 10, {})
     assert writer is not None
-    server.fault = answer("500 Internal Server Error", "InternalError", "PUT")
-    text = one_line_error(lambda: writer.seal("finished"))
-    assert text.startswith(f"{url}: the results of trial t1 can't be written: ")
     server.fault = answer("403 Forbidden", "AccessDenied", "PUT")
     start = time.monotonic()
     assert "access denied" in one_line_error(lambda: writer.seal("finished"))
-    assert time.monotonic() - start < 0.1  # nobody will mend that by itself
+    assert time.monotonic() - start < 0.3 < object_place.AWAY_FOR_S / 2  # that does not mend itself
+    monkeypatch.setattr(object_place, "AWAY_FOR_S", 0.2)
+    server.fault = answer("500 Internal Server Error", "InternalError", "PUT")
+    text = one_line_error(lambda: writer.seal("finished"))
+    assert text.startswith(f"{url}: the results of trial t1 can't be written: ")
     server.fault = None
     writer.seal("finished")
 
@@ -614,6 +629,7 @@ def test_at_gs_an_endpoint_that_hangs_is_one_line(silent: str, monkeypatch) -> N
     time.sleep(max(0.0, place._away_until - time.monotonic()))
     # The first write may still arrive: the second waits for it, and is not sent before.
     assert "no answer" in one_line_error(lambda: place.write("trials/a", b"2"))
+    assert sum(thread.name == "hyla-store-request" for thread in threading.enumerate()) == 1
 
 
 @pytest.mark.parametrize(
