@@ -34,7 +34,7 @@ from hyla_core.config import (
     TrainConfig,
     pack_key,
 )
-from hyla_core.layout import layout
+from hyla_core.layout import MeshShape, layout
 from hyla_core.mesh import make_mesh, memory_of, state_shardings
 from hyla_core.metrics import MetricsRow
 from hyla_core.optim import Hyperparams, Params
@@ -154,15 +154,22 @@ def train(
     """
     _check_pack(configs, resume_from)
     devices = jax.local_devices() if devices is None else devices
-    shape = layout(
-        configs[0], len(configs), len(devices), device_bytes=memory_of(devices[0]), model_parallel=model_parallel
-    )
+    shape = pack_layout(configs, devices, model_parallel=model_parallel)
     if shape.num_devices == 1:
         # No mesh: the program of a single device is the same as if there were no others.
         with jax.default_device(devices[0]):
             return _Run(configs, report, cadence, resume_from, should_stop, final_checkpoints, None).run()
     mesh = make_mesh(shape, devices)
     return _Run(configs, report, cadence, resume_from, should_stop, final_checkpoints, mesh).run()
+
+
+def pack_layout(
+    configs: Sequence[TrainConfig], devices: Sequence[jax.Device], *, model_parallel: int | None = None
+) -> MeshShape:
+    """How `train` lays a pack out over these devices; it uses the first `MeshShape.num_devices` of them."""
+    return layout(
+        configs[0], len(configs), len(devices), device_bytes=memory_of(devices[0]), model_parallel=model_parallel
+    )
 
 
 def restore_params(config: TrainConfig, data: bytes | Path | ShardedState) -> tuple[Params, int]:

@@ -97,6 +97,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_store_arguments(show)
     show.add_argument("trial", metavar="TRIAL", help="its id, or the start of it")
+
+    reproduce = _command(
+        commands,
+        "reproduce",
+        "train a trial again from its row alone, and compare",
+        ("sweeps.reproduce", "reproduce_command"),
+    )
+    _add_store_arguments(reproduce)
+    reproduce.add_argument("trial", metavar="TRIAL", help="its id, or the start of it")
+    reproduce.add_argument(
+        "--into", metavar="STORE2", help="keep what is trained in this store; default: it is thrown away"
+    )
     return parser
 
 

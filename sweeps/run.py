@@ -293,7 +293,7 @@ class _Request:
             keep_checkpoints=run.keep_checkpoints,
             model_parallel=run.model_parallel,
             resources=run.resources,
-            provenance=provenance.of_request(),
+            provenance=provenance.of_request(self.store.keep_diff),
             retry=work.retried,
         )
 

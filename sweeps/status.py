@@ -6,7 +6,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -130,18 +130,31 @@ def show_command(args: argparse.Namespace) -> int:
     shown = resolve_store(args)
     store = Store.open(shown)
     requests = store.sweeps(raw=True)
-    known = dict.fromkeys([*requests["trial_id"], *store.statuses()])
-    found = [trial_id for trial_id in known if trial_id.startswith(args.trial)]
-    if len(found) != 1:
-        what = "no trial has" if not found else f"{len(found)} trials have"
-        print(f"{shown}: {what} an id that starts with {args.trial}", file=sys.stderr)
+    trial_id = find_trial([*requests["trial_id"], *store.statuses()], args.trial, shown)
+    if trial_id is None:
         return NOT_FOUND
-    trial = describe_trial(store, shown, found[0], requests)
+    trial = describe_trial(store, shown, trial_id, requests)
     if args.json:
         print(json.dumps(trial, default=str))
     else:
         _print_trial(trial)
     return FOUND
+
+
+def find_trial(trial_ids: Iterable[str], start: str, shown: str) -> str | None:
+    """The one trial whose id starts so; None, said on stderr, where none or more than one does.
+
+    Args:
+      trial_ids: those there are, repeats allowed.
+      start: of the id, or all of it.
+      shown: the store as the user writes it.
+    """
+    found = [trial_id for trial_id in dict.fromkeys(trial_ids) if trial_id.startswith(start)]
+    if len(found) == 1:
+        return found[0]
+    what = "no trial has" if not found else f"{len(found)} trials have"
+    print(f"{shown}: {what} an id that starts with {start}", file=sys.stderr)
+    return None
 
 
 def describe_trial(store: Store, shown: str, trial_id: str, requests: pd.DataFrame) -> dict[str, Any]:
@@ -155,14 +168,15 @@ def describe_trial(store: Store, shown: str, trial_id: str, requests: pd.DataFra
     """
     state = store.statuses().get(trial_id)
     own = store.trials(raw=True, trial_ids=[trial_id])
-    rows = [{str(name): value for name, value in row.items() if not _absent(value)} for row in own.to_dict("records")]
+    rows = [{str(name): value for name, value in row.items() if not absent(value)} for row in own.to_dict("records")]
     asked = requests[requests["trial_id"] == trial_id]
     last = rows[-1] if rows else {}
+    status = state.status if state else "pending"
     metrics = store.metrics(trial_ids=[trial_id]).sort_values("step", kind="stable")
     metrics = metrics.drop_duplicates(["split", "metric"], keep="last")
     trial: dict[str, Any] = {
         "trial_id": trial_id,
-        "status": state.status if state else "pending",
+        "status": status,
         "sweeps": sorted(set(asked["sweep"])),
         "axes": json.loads(asked.iloc[-1]["axes"]) if len(asked) else {},
         "config": {name: value for name, value in last.items() if is_config_column(name)},
@@ -171,12 +185,14 @@ def describe_trial(store: Store, shown: str, trial_id: str, requests: pd.DataFra
             for row in rows
         ],
         "metrics": metrics[["step", "split", "metric", "value"]].to_dict("records"),
-        "rerun": _rerun(shown, trial_id, asked.iloc[-1], state.status if state else "pending") if len(asked) else None,
+        "rerun": _rerun(shown, trial_id, asked.iloc[-1], status) if len(asked) else None,
+        "reproduce": f"python -m sweeps reproduce {shlex.quote(shown)} {trial_id}" if status in FINAL else None,
     }
     return trial
 
 
-def _absent(value: Any) -> bool:
+def absent(value: Any) -> bool:
+    """Whether a cell of a frame holds nothing."""
     return value is None or value is pd.NaT or (isinstance(value, float) and math.isnan(value))
 
 
@@ -213,3 +229,5 @@ def _print_trial(trial: dict[str, Any]) -> None:
             print(f"  step {row['step']} {row['split']} {row['metric']}: {row['value']:.6g}")
     if trial["rerun"]:
         print(f"\nto train it alone: {trial['rerun']}")
+    if trial["reproduce"]:
+        print(f"\nto train it again and compare: {trial['reproduce']}")

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,7 @@ from sweeps import provenance
 from sweeps.packs import Pack
 from sweeps.spec import Resources
 from sweeps.store import FINAL, AttemptWriter, Store, StoreError
+from sweeps.store.schema import DISK_FULL, OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from hyla_core.sharded_checkpoint import ShardedState
@@ -37,8 +38,6 @@ STOP_POLL_S = 1.0
 REMOTE_STOP_POLL_S = 5.0
 """The same where the store is in a bucket: each look is a request."""
 
-OUT_OF_MEMORY = "out of memory"
-DISK_FULL = "the disk is full"
 ENVIRONMENT_ERRORS = (OUT_OF_MEMORY, DISK_FULL)
 """How errors begin that another machine, or the same one later, may not have: the next run tries these trials again."""
 
@@ -211,6 +210,7 @@ class _PackRun:
         states = self._store.statuses()
         facts = {**self._job.provenance, **provenance.of_worker()}
         facts |= {"run_id": self._job.run_id, "pack_id": self._pack.pack_id}
+        facts |= {"num_logs": self._job.cadence.num_logs, "num_evals": self._job.cadence.num_evals}
         resume_from: dict[str, bytes | Path] = {}
         for trial in self._pack.trials:
             state = states.get(trial.trial_id)
@@ -277,7 +277,7 @@ class _PackRun:
     def _end(self, trial_id: str, status: str, step: int, error: str | None = None) -> None:
         """Seals one attempt with all that is known of it."""
         train_s = time.perf_counter() - self._started - self._compile_s
-        device = _device()
+        device = _devices(list(self._configs.values()), self._job.model_parallel)
         self._writers[trial_id].seal(
             status,
             error,
@@ -357,14 +357,26 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 # --- measurements ----------------------------------------------------------------------------------------------------
 
 
-def _device() -> dict[str, Any]:
-    """The device and the most memory that was in use at once since `_reset_peak_memory`."""
+def _devices(configs: Sequence[TrainConfig], model_parallel: int | None) -> dict[str, Any]:
+    """What a pack trains on, and the most memory that was in use at once there since `_reset_peak_memory`.
+
+    Args:
+      configs: the members.
+      model_parallel: devices that share a model, if the run says so.
+    """
     import jax
 
-    device = jax.local_devices()[0]  # a pack trains on one
-    stats = device.memory_stats() or {}
-    peak = stats.get("peak_bytes_in_use") or _peak_host_memory()
-    return {"device_kind": device.device_kind, "num_devices": 1, "peak_mem_bytes": peak}
+    from hyla_core.train import pack_layout
+
+    devices = jax.local_devices()
+    used = devices[: pack_layout(configs, devices, model_parallel=model_parallel).num_devices]
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in used]
+    return {
+        "device_kind": used[0].device_kind,
+        "num_devices": len(used),
+        "platform_version": provenance.in_one_line(used[0].client.platform_version),
+        "peak_mem_bytes": sum(peaks) or _peak_host_memory(),
+    }
 
 
 def _reset_peak_memory() -> None:

@@ -13,6 +13,7 @@ A store is a folder, or a prefix of a bucket (`s3://bucket/prefix`, `gs://bucket
     <table>/compact-<time>-<hex>.parquet    the rows of many such files, whose names it lists
     claims/<trial_id>-<attempt>.json        who works on what; the one mutable folder
     checkpoints/<trial_id>/<step>.ckpt      the last two; removed when the trial is finished
+    diffs/<hash>.diff                       how the code of a run differed from its commit
 
 Every file appears whole or not at all: it is written under a name that starts with a dot, flushed to the disk and
 renamed; in a bucket it is one object. An attempt that runs owns one live part per table, replaced whole; a part whose

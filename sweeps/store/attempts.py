@@ -18,7 +18,17 @@ import pyarrow as pa
 from sweeps.store import parts
 from sweeps.store.claims import claim_content, claim_path
 from sweeps.store.places import Place, one_line
-from sweeps.store.schema import DECLARED, METRICS, OWNED, STATUSES, StoreError, config_type
+from sweeps.store.scalars import metric_value, plain_values, step_number
+from sweeps.store.schema import (
+    DECLARED,
+    EXIT_REASONS,
+    METRICS,
+    OWNED,
+    STATUSES,
+    StoreError,
+    config_type,
+    exit_reason,
+)
 
 KEEP_ALIVE_EVERY_S = 10.0
 """A claim is renewed at least this often while its process lives: a long compilation isn't death."""
@@ -108,18 +118,22 @@ class AttemptWriter:
 
     def update(self, **facts: Any) -> None:
         """Sets columns of the attempt's row, such as `start_step` once a checkpoint is restored, or `compile_s`."""
-        check_facts(facts)
+        facts = checked_facts(facts)
         with self._lock:
             self._require_open()
             self._set(facts)
 
     def add(self, rows: Iterable[tuple[int, str, str, float]]) -> None:
-        """Adds measurements, each (step, split, metric, value)."""
+        """Adds measurements, each (step, split, metric, value); numbers may be those of numpy or jax.
+
+        Raises:
+          ValueError: a step or a value is no number; none of these rows is added.
+        """
+        measured = [_measurement(*row) for row in rows]
         with self._lock:
             self._require_open()
-            for step, split, metric, value in rows:
-                self._rows.append((int(step), str(split), str(metric), float(value)))
-                self._reached = max(self._reached, int(step))
+            self._rows += measured
+            self._reached = max([self._reached, *(step for step, *_ in measured)])
             self._set({})
             if time.monotonic() >= self._flush_due:
                 self.flush()
@@ -149,11 +163,16 @@ class AttemptWriter:
         Args:
           progress: step, num_steps, loss, and what else the view should show; merged into what was told before.
           **more: the same as keywords.
+
+        Raises:
+          ValueError: the step is no whole number, or something else an array.
         """
+        told = plain_values({**(progress or {}), **more}, "progress")
+        step = step_number(told.get("step", 0))
         with self._lock:
             self._require_open()
-            self._progress.update(progress or {}, **more)
-            self._reached = max(self._reached, int(self._progress.get("step", 0)))
+            self._progress.update(told)
+            self._reached = max(self._reached, step)
             self._set({})
             if time.monotonic() >= self._beat_due:
                 self._beat()
@@ -164,15 +183,20 @@ class AttemptWriter:
         Args:
           status: one of `STATUSES`.
           error: what went wrong; of an exception, its traceback is kept as well.
-          **facts: more columns of the row, such as `train_s` or `peak_mem_bytes`.
+          **facts: more columns of the row, such as `train_s` or `peak_mem_bytes`. Without an `exit_reason`, one of
+            `EXIT_REASONS`, status and error decide.
 
         Raises:
           StoreError: the parts can't be written. The attempt stays open and can be sealed again.
         """
         if status not in STATUSES:
             raise ValueError(f"status={status!r} is unknown; choose one of {list(STATUSES)}")
-        check_facts(facts)
-        end = {**facts, "status": status, "ended_at": datetime.now(UTC), **_error_columns(error)}
+        facts = checked_facts(facts)
+        errors = _error_columns(error)
+        facts.setdefault("exit_reason", exit_reason(status, errors["error"]))
+        if facts["exit_reason"] not in EXIT_REASONS:
+            raise ValueError(f"exit_reason={facts['exit_reason']!r} is unknown; choose one of {list(EXIT_REASONS)}")
+        end = {**facts, "status": status, "ended_at": datetime.now(UTC), **errors}
         # Between the tries the lock is free: the claim is to be kept alive meanwhile.
         while (failure := self._try_to_seal(end)) is not None:
             if not self._place.wait_to_retry():
@@ -274,15 +298,26 @@ class AttemptWriter:
                 self._beat()
 
 
-def check_facts(facts: Mapping[str, Any]) -> None:
-    """Refuses what is no column of the trials table that a caller may set, or has no value of its type."""
+def _measurement(step: Any, split: str, metric: str, value: Any) -> tuple[int, str, str, float]:
+    step = step_number(step, f"step of metric {split}/{metric}")
+    return step, str(split), str(metric), metric_value(value, step, split, metric)
+
+
+def checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of columns as the store writes them.
+
+    Raises:
+      ValueError: one is no column of the trials table that a caller may set, or has no value of its type.
+    """
     declared = DECLARED["trials"]
+    facts = plain_values(facts, "column")
     for name, value in facts.items():
         if name in OWNED or name not in declared:
             raise ValueError(
                 f"{name!r} is no column to set; choose from {[name for name in declared if name not in OWNED]}"
             )
         check_value(name, value, declared[name])
+    return facts
 
 
 def check_value(name: str, value: Any, kind: pa.DataType) -> None:

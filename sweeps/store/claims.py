@@ -93,12 +93,7 @@ def claim_content(
         "heartbeat": time.time(),
         "progress": progress,
     }
-    return json.dumps(content, default=_plain).encode()
-
-
-def _plain(value: Any) -> Any:
-    """What JSON makes of a numpy or jax scalar, or of anything else."""
-    return value.item() if hasattr(value, "item") else str(value)
+    return json.dumps(content, default=str).encode()
 
 
 @cache

@@ -55,6 +55,8 @@ def equal_tables(
 
     keys = ["trial_id", "step", "split", "metric"]
     a_frame, b_frame = (store.metrics(trial_ids=both)[[*keys, "value"]] for store in (store_a, store_b))
+    if a_frame.empty and b_frame.empty:  # trials that diverged before their first row; pandas cannot merge these
+        return lines
     merged = a_frame.merge(b_frame, on=keys, how="outer", suffixes=("_a", "_b"), indicator="side")
     if max_step is not None:
         merged = merged[merged["step"] <= max_step]
@@ -66,7 +68,7 @@ def equal_tables(
     shared = merged[merged["side"] == "both"]
     agree = [_agree(a, b, rtol, atol) for a, b in zip(shared["value_a"], shared["value_b"], strict=True)]
     num_shared = shared["trial_id"].value_counts()
-    for trial_id, rows in _rows_by_trial(shared[[not item for item in agree]]):
+    for trial_id, rows in _rows_by_trial(shared[~pd.Series(agree, shared.index, dtype=bool)]):
         a_value, b_value = rows["value_a"].iloc[0], rows["value_b"].iloc[0]
         lines.append(
             f"trial {trial_id}: {len(rows)} of {num_shared[trial_id]} values differ, the first {_place(rows)}: "

@@ -18,7 +18,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sweeps.store.places import one_line
-from sweeps.store.schema import DECLARED, FLOAT, INT, REQUIRED, SCHEMA_VERSION, StoreError
+from sweeps.store.schema import (
+    DECLARED,
+    FLOAT,
+    INT,
+    MIGRATED_FROM,
+    MIGRATIONS,
+    REQUIRED,
+    SCHEMA_VERSION,
+    StoreError,
+    columns_json,
+)
 
 SUFFIX = ".parquet"
 _COMPACTED = "compact-"
@@ -75,6 +85,8 @@ def encode(table: str, rows: pa.Table, *, replaces: Sequence[str] | None = None)
         }
         if replaces is not None:
             marks["replaces"] = json.dumps(list(replaces))
+            # In every small part, these words would make a third of the bytes.
+            marks["columns"] = columns_json(table)
         writer.add_key_value_metadata({f"hyla.{name}": value for name, value in marks.items()})
         writer.write_table(rows)
     return sink.getvalue().to_pybytes()
@@ -119,6 +131,9 @@ def decode(table: str, data: bytes, path: str, columns: Sequence[str] | None = N
       path: of the file, for messages.
       columns: those wanted, of those there; None for all.
 
+    Returns:
+      The rows as the current version of the schema has them, whichever version wrote them.
+
     Raises:
       Damaged: it is empty, cut short, changed, or not ours.
       StoreError: it was written by a newer version.
@@ -140,17 +155,25 @@ def decode(table: str, data: bytes, path: str, columns: Sequence[str] | None = N
         raise StoreError(
             f"{path}: schema version {version} is newer than this code reads ({SCHEMA_VERSION}); update the code"
         )
+    if version < min(MIGRATIONS):
+        raise Damaged(f"schema version {version} is unknown")
     if marks.get(b"hyla.checksum") != _checksum(schema.names, file.metadata.num_rows).encode():
         raise Damaged("its description of the columns was changed")
     if missing := [name for name in REQUIRED[table] if name not in types]:
         raise Damaged(f"columns missing: {', '.join(missing)}")
     try:
         wanted = list(types) if columns is None else [name for name in columns if name in types]
+        if version < SCHEMA_VERSION:
+            wanted += [name for name in MIGRATED_FROM[table] if name in types and name not in wanted]
         rows = file.read(columns=wanted, use_threads=False)
         for index, name in enumerate(rows.column_names):
             declared = DECLARED[table].get(name, types[name])
             if types[name] != declared:
                 rows = rows.set_column(index, name, rows.column(name).cast(declared))
+        for older in range(version, SCHEMA_VERSION):
+            rows = MIGRATIONS[older](table, rows)
+        if version < SCHEMA_VERSION and columns is not None:
+            rows = rows.select([name for name in columns if name in rows.column_names])
     except Exception as error:
         raise Damaged(one_line(error)) from error
     return rows

@@ -6,18 +6,29 @@ The fields of a trial's config follow the declared columns of the trials table, 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
-"""Raised when a column changes its meaning or type. A part written by a newer version is refused by name."""
+SCHEMA_VERSION = 2
+"""Raised when columns come or go, or one changes its meaning or type; `MIGRATIONS` then gets a row more.
+
+A part written by a newer version is refused by name.
+"""
 
 FINAL = ("finished", "diverged")
 """Statuses that are results."""
 
 STATUSES = (*FINAL, "failed", "interrupted")
 """What an attempt can end as."""
+
+EXIT_REASONS = ("completed", "diverged", "error", "out of memory", "disk full", "stopped")
+"""Why an attempt can end."""
+
+OUT_OF_MEMORY, DISK_FULL = "out of memory", "the disk is full"
+"""How the line of an error begins that another machine, or the same one later, may not have."""
 
 
 class StoreError(Exception):
@@ -40,11 +51,19 @@ TRIALS = (
     Column("trial_id", STRING, "", "identity: a hash of the config fields that change the result"),
     Column("attempt", pa.int32(), "", "1, 2, … of this trial"),
     Column("status", STRING, "", "finished, diverged, failed or interrupted; null while the attempt runs"),
+    Column(
+        "exit_reason",
+        STRING,
+        "",
+        f"why it ended: {', '.join(EXIT_REASONS[:-1])} or {EXIT_REASONS[-1]}; null while it runs or if it was killed",
+    ),
     Column("error", STRING, "", "what went wrong, in one line"),
     Column("error_detail", STRING, "", "the traceback"),
     Column("start_step", INT, "steps", "where the attempt took over: 0, or the step of the checkpoint it restored"),
     Column("step", INT, "steps", "steps done when the row was written"),
     Column("num_steps", INT, "steps", "steps the trial trains in all"),
+    Column("num_logs", INT, "times", "how often train rows are due, evenly over those steps"),
+    Column("num_evals", INT, "times", "how often evaluations are due, evenly over those steps"),
     Column("started_at", TIME, "UTC", "when the attempt began"),
     Column("ended_at", TIME, "UTC", "when it was sealed"),
     Column("train_s", FLOAT, "s", "wall time of training and evaluation, compilation aside"),
@@ -58,7 +77,9 @@ TRIALS = (
     Column("user", STRING, "", "account that ran it"),
     Column("git_commit", STRING, "", "commit of the code"),
     Column("git_dirty", BOOL, "", "whether the working tree differed from that commit"),
+    Column("git_diff", STRING, "", "file in the store's folder diffs/ that says how it differed; `git apply` takes it"),
     Column("code_hash", STRING, "", "hash of the source files that ran"),
+    Column("version.hyla", STRING, "", "version of this package"),
     Column("version.python", STRING, "", "version of Python"),
     Column("version.jax", STRING, "", "version of jax"),
     Column("version.jaxlib", STRING, "", "version of jaxlib"),
@@ -68,6 +89,8 @@ TRIALS = (
     Column("version.numpy", STRING, "", "version of numpy"),
     Column("device_kind", STRING, "", "what jax calls the device"),
     Column("num_devices", INT, "devices", "devices the pack trained on"),
+    Column("platform_version", STRING, "", "what jax says of what drives the device: CUDA, driver, libtpu"),
+    Column("cpu_model", STRING, "", "what the host's processor calls itself"),
     Column("xla_flags", STRING, "", "XLA_FLAGS of the process"),
     Column("num_params", INT, "parameters", "all trained numbers"),
     Column("num_non_embedding_params", INT, "parameters", "those outside embedding tables and output layer"),
@@ -151,3 +174,40 @@ def config_type(name: str, value: object) -> pa.DataType:
     raise ValueError(
         f"config field {name}={value!r} is a {type(value).__name__}; allowed are bool, int, float, str, None"
     )
+
+
+def columns_json(table: str) -> str:
+    """What a table's columns mean, as compacted files carry it: JSON, name → type, unit and meaning."""
+    columns = {
+        column.name: {"type": str(column.type), "unit": column.unit, "meaning": column.meaning}
+        for column in TABLES[table]
+    }
+    return json.dumps(columns, ensure_ascii=False)
+
+
+def exit_reason(status: str | None, error: str | None) -> str | None:
+    """Why an attempt ended, as far as its status and the line of its error tell; None while it runs."""
+    if status is None or status in FINAL:
+        return {None: None, "finished": "completed", "diverged": "diverged"}[status]
+    for beginning, reason in ((OUT_OF_MEMORY, "out of memory"), (DISK_FULL, "disk full")):
+        if error is not None and error.startswith(beginning):
+            return reason
+    return "stopped" if status == "interrupted" and error is None else "error"
+
+
+# ---------------------------------------------------------------------------------------------------------- migrations
+
+
+def _from_1(table: str, rows: pa.Table) -> pa.Table:
+    """Version 2 added columns to the trials table; why an attempt ended can be told from what there was."""
+    if table != "trials":
+        return rows
+    pairs = zip(rows["status"].to_pylist(), rows["error"].to_pylist(), strict=True)
+    return rows.append_column("exit_reason", pa.array([exit_reason(*pair) for pair in pairs], STRING))
+
+
+MIGRATIONS: dict[int, Callable[[str, pa.Table], pa.Table]] = {1: _from_1}
+"""Version → what makes rows of the next one out of its rows, given the table's name."""
+
+MIGRATED_FROM = {"trials": ("status", "error"), "metrics": (), "sweeps": ()}
+"""Table → columns that migrations look at: an old part is read with these, whatever is wanted of it."""

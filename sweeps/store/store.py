@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import hashlib
 import json
 import os
 import random
@@ -21,12 +22,13 @@ import pandas as pd
 import pyarrow as pa
 
 from sweeps.store import parts
-from sweeps.store.attempts import AttemptWriter, check_facts, check_value, keep_claims_alive
+from sweeps.store.attempts import AttemptWriter, check_value, checked_facts, keep_claims_alive
 from sweeps.store.claims import SUFFIX as CLAIM_SUFFIX
 from sweeps.store.claims import Claim, claim_path, read_claim
 from sweeps.store.clean import Attempt, step_limits, winners
 from sweeps.store.places import LocalPlace, Place, find_place, one_line
 from sweeps.store.reading import Reader, Selection, in_order
+from sweeps.store.scalars import step_number
 from sweeps.store.schema import DECLARED, FINAL, INT, STRING, StoreError, config_type
 
 KEPT_CHECKPOINTS = 2
@@ -182,8 +184,9 @@ class Store:
           StoreError: the store can't be written.
         """
         _check_name("trial_id", trial_id)
-        facts = {"host": socket.gethostname(), "pid": os.getpid(), "user": _user(), **provenance, **counts}
-        check_facts(facts)
+        facts = checked_facts(
+            {"host": socket.gethostname(), "pid": os.getpid(), "user": _user(), **provenance, **counts}
+        )
         for name, value in config_flat.items():
             if "." not in name or name in DECLARED["trials"]:
                 raise ValueError(f"config field {name!r} needs a dotted name that is no column of the trials table")
@@ -192,9 +195,9 @@ class Store:
             **dict.fromkeys(DECLARED["trials"]),
             **facts,
             "trial_id": trial_id,
-            "start_step": int(start_step),
-            "step": int(start_step),
-            "num_steps": int(num_steps),
+            "start_step": step_number(start_step, "start_step"),
+            "step": step_number(start_step, "start_step"),
+            "num_steps": step_number(num_steps, "num_steps"),
         }
         try:
             return self._begin(trial_id, row, config_flat)
@@ -339,6 +342,28 @@ class Store:
         except OSError as error:
             raise StoreError(f"{self.shown}: the request can't be recorded: {one_line(error)}") from error
         return request_id
+
+    def keep_diff(self, text: str) -> str:
+        """Keeps how a working tree differs from its commit, once for all runs in which it does.
+
+        Args:
+          text: the diff; surrogates stand for bytes that are not UTF-8.
+
+        Returns:
+          The file's name within the folder diffs/, for the column `git_diff`.
+
+        Raises:
+          StoreError: the store can't be written.
+        """
+        data = text.encode(errors="surrogateescape")
+        name = f"{hashlib.sha256(data).hexdigest()[:16]}.diff"
+        path = f"diffs/{name}"
+        try:
+            if not self.place.exists(path):
+                self.place.write(path, data)
+        except OSError as error:
+            raise StoreError(f"{self.place.shown_path(path)}: can't be written: {one_line(error)}") from error
+        return name
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 

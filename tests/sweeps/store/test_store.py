@@ -709,9 +709,9 @@ def test_a_claim_that_a_listing_missed_is_noticed(store, monkeypatch):
     real = Store._claims_of
     looks = []
 
-    def miss_once(self, trial_id):
+    def miss_once(self, trial_id, **besides):
         looks.append(trial_id)
-        return [] if len(looks) == 1 else real(self, trial_id)
+        return [] if len(looks) == 1 else real(self, trial_id, **besides)
 
     monkeypatch.setattr(Store, "_claims_of", miss_once)
     assert store.begin("t", CONFIG, {}, 0, 100, {}) is None
@@ -1186,6 +1186,15 @@ def test_attempts_do_not_matter_to_equality(pair):
             last = number == len(parts) - 1
             attempt(store, "u", "finished" if last else "interrupted", steps, start_step=2 * number)
     assert equal_tables(left, right) == []
+
+
+def test_trials_without_a_row_can_be_compared(tmp_path):
+    first, second = (Store.create(tmp_path / name) for name in "ab")
+    for store in (first, second):
+        attempt(store, "a", "diverged", [])
+    assert equal_tables(first, second) == []
+    attempt(second, "a", "finished", [1])
+    assert len(equal_tables(first, second)) == 3  # the status, the step and the row
 
 
 def test_missing_trials_are_named(pair):
