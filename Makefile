@@ -34,10 +34,11 @@ docs: $(VENV)/.installed-docs  ## The documentation, with a page for each module
 
 lock: $(VENV)/.installed-dev  ## Resolves the pinned requirements anew, for Python 3.11 to 3.13
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --fork-strategy fewest --upgrade \
-	  --no-header --no-annotate --no-emit-index-url --quiet -o requirements/base.txt
+	# The largest set first: what the tests need may hold back what everybody gets, never the other way round.
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --fork-strategy fewest --upgrade \
-	  --no-header --no-annotate --no-emit-index-url --quiet -c requirements/base.txt -o requirements/dev.txt
+	  --no-header --no-annotate --no-emit-index-url --quiet -o requirements/dev.txt
+	$(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --fork-strategy fewest --upgrade \
+	  --no-header --no-annotate --no-emit-index-url --quiet -c requirements/dev.txt -o requirements/base.txt
 	$(BIN)/uv pip compile pyproject.toml --extra docs --universal --python-version 3.11 --fork-strategy fewest --upgrade \
 	  --no-header --no-annotate --no-emit-index-url --quiet -c requirements/dev.txt -o requirements/docs.txt
 

@@ -88,8 +88,8 @@ def load_sweep(store: Store, sweep: str | None = None) -> SweepFrame:
     damaged = _damaged(store)
     if requests.empty:
         raise NothingToShow(
-            f"{store.path}: the store holds no sweep yet; train one with `python -m sweeps run SWEEP.yaml "
-            f"--results {store.path}`{_damage_hint(damaged)}"
+            f"{store.shown}: the store holds no sweep yet; train one with `python -m sweeps run SWEEP.yaml "
+            f"--results {store.shown}`{_damage_hint(damaged)}"
         )
     requests["name"] = requests["sweep"] + np.where(requests["tiny"], " (tiny)", "")
     newest_first = requests.sort_values("requested_at", ascending=False, kind="stable")["name"].unique().tolist()
@@ -124,8 +124,8 @@ def load_sweep(store: Store, sweep: str | None = None) -> SweepFrame:
         frame = SweepFrame(name, "", rows["requested_at"].iloc[0], (), (), trials, (), ())
         counts = ", ".join(f"{count} {status}" for status, count in frame.status_counts().items())
         raise NothingToShow(
-            f"{store.path}: sweep {name} has no finished trial yet ({counts}); run it again with "
-            f"`python -m sweeps run SWEEP.yaml --results {store.path}`{_damage_hint(damaged)}"
+            f"{store.shown}: sweep {name} has no finished trial yet ({counts}); run it again with "
+            f"`python -m sweeps run SWEEP.yaml --results {store.shown}`{_damage_hint(damaged)}"
         )
     select_over = rows["select_over"].iloc[0]
     return SweepFrame(
@@ -200,7 +200,7 @@ def _choose(names: list[str], wanted: str | None, store: Store) -> str:
     for name in (wanted, f"{wanted} (tiny)"):
         if name in names:
             return name
-    raise NothingToShow(f"{store.path}: no sweep is called {wanted!r}; choose one of {names}")
+    raise NothingToShow(f"{store.shown}: no sweep is called {wanted!r}; choose one of {names}")
 
 
 def _damaged(store: Store) -> list[str]:

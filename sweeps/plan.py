@@ -137,8 +137,10 @@ def read_store(path: str, trials: Sequence[TrialSpec]) -> StoreState:
         folder = Path(path).expanduser()
         if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             return StoreState({}, {}, [])
-    from sweeps.store import Store  # pyarrow and pandas take a while to import
+    from sweeps.store import Store, is_url  # pyarrow and pandas take a while to import
 
+    if is_url(path) and not Store(path).place.names(""):
+        return StoreState({}, {}, [])
     store = Store.open(path)
     statuses = store.finished()
     damaged = [f"{where}: {reason}" for where, reason in store.damaged]

@@ -509,8 +509,8 @@ def _write(out: IO[str], text: str) -> None:
 class Ticker:
     """Redraws a view from a tracker, in a thread of its own, until closed."""
 
-    def __init__(self, tracker: Tracker, view: View):
-        self._tracker, self._view = tracker, view
+    def __init__(self, tracker: Tracker, view: View, claims_every_s: float = CLAIMS_S):
+        self._tracker, self._view, self._claims_every_s = tracker, view, claims_every_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
@@ -526,7 +526,7 @@ class Ticker:
     def _run(self) -> None:
         looked = float("-inf")
         while not self._ended.wait(REFRESH_S):
-            if time.monotonic() - looked >= CLAIMS_S:
+            if time.monotonic() - looked >= self._claims_every_s:
                 # A store that cannot be read for a moment is no reason to stop drawing; training goes on.
                 try:
                     self._tracker.look()

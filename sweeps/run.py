@@ -24,6 +24,7 @@ from sweeps.devices import find_device, pack_memory_here, pack_memory_on, packs_
 from sweeps.expand import TrialSpec, expand
 from sweeps.packs import Pack, default_pack_size, make_packs
 from sweeps.progress import (
+    CLAIMS_S,
     DONE,
     Running,
     Ticker,
@@ -37,7 +38,7 @@ from sweeps.progress import (
 )
 from sweeps.spec import SpecError, SweepSpec, load_sweep
 from sweeps.stopping import GRACE_S, Stop, on_signals
-from sweeps.store import Store, TrialState
+from sweeps.store import Store, TrialState, is_url
 
 if TYPE_CHECKING:
     from sweeps.cluster.trainable import PackJob, PackOutcome
@@ -64,15 +65,16 @@ def run_command(args: argparse.Namespace) -> int:
     spec = load_sweep(args.sweep, tiny=args.tiny, overrides=args.overrides)
     trials = expand(spec)
     selected = _only(trials, args.only, spec)
+    named = resolve_store(args)
     # Workers have other working directories.
-    store = Store(Path(resolve_store(args)).expanduser().absolute())
+    store = Store(named if is_url(named) else Path(named).expanduser().absolute())
     request = _Request(args, spec, selected, store)
     states = store.statuses()
     work = _Work.of(selected, states, args.retry)
     if work.to_train and (problem := request.obstacle() or request.unconfirmed(work) or lacking(work.to_train)):
         print(f"{args.sweep}: {problem}", file=sys.stderr)
         return WRONG_INPUT
-    Store.create(store.path)
+    Store.create(store.place)
     store.record_sweep(
         spec.name,
         trials,
@@ -224,7 +226,7 @@ class _Request:
 
         resources = self.spec.run.resources
         kind = "a100" if resources.gpu else "tpu-v5e" if resources.tpu else "cpu"
-        state = plan.read_store(str(self.store.path), work.to_train)
+        state = plan.read_store(self.store.shown, work.to_train)
         cost = plan.make_plan(self.spec, work.to_train, self.shown_store, state, plan.DEVICES[kind], 1).cost
         if cost.device_s < CONFIRM_ABOVE_S:
             return None
@@ -285,7 +287,7 @@ class _Request:
 
         run = self.spec.run
         return PackJob(
-            store=str(self.store.path),
+            store=self.store.shown,
             run_id=self.run_id,
             cadence=Cadence(**{name: getattr(run, name) for name in Cadence.model_fields}),
             keep_checkpoints=run.keep_checkpoints,
@@ -339,7 +341,9 @@ def _train(request: _Request, work: _Work, states: Mapping[str, TrialState]) -> 
     problem: str | None = None
     train = _train_here if request.args.in_process else _train_with_ray
     try:
-        with on_signals(stop, _end_now), Ticker(tracker, view), driver.watching():
+        # Claims in a bucket are rewritten less often, and each is a request or two to read.
+        claims_every_s = max(CLAIMS_S, request.store.place.heartbeat_every_s)
+        with on_signals(stop, _end_now), Ticker(tracker, view, claims_every_s), driver.watching():
             driver.starting(work)
             problem = train(packs, request.job(work), request, driver, stop)
     except _CannotStart as error:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 STOP_POLL_S = 1.0
 """The store is asked whether to stop at most this often."""
 
+REMOTE_STOP_POLL_S = 5.0
+"""The same where the store is in a bucket: each look is a request."""
+
 ENVIRONMENT_ERRORS = (OUT_OF_MEMORY, DISK_FULL)
 """How errors begin that another machine, or the same one later, may not have: the next run tries these trials again."""
 
@@ -125,10 +128,13 @@ class _Stopping:
     def __init__(self, store: Store, run_id: str, should_stop: Callable[[], bool]):
         self._store, self._run_id, self._should_stop = store, run_id, should_stop
         self._asked, self._stop = float("-inf"), False
+        self._poll_s = REMOTE_STOP_POLL_S if store.place.is_remote else STOP_POLL_S
 
     def __call__(self) -> bool:
-        if not self._stop and time.monotonic() - self._asked >= STOP_POLL_S:
-            self._stop = self._store.stop_requested(self._run_id)
+        if not self._stop and time.monotonic() - self._asked >= self._poll_s:
+            # A store that gives no answer for a while is no reason to end a training.
+            with contextlib.suppress(OSError):
+                self._stop = self._store.stop_requested(self._run_id)
             self._asked = time.monotonic()
         return self._stop or self._should_stop()
 

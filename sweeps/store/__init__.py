@@ -5,7 +5,7 @@
     writer.add([(1000, "valid", "loss", 0.25)]); writer.seal("finished")
     Store.open("results").final_metrics()  # a DataFrame: trial_id, attempt, step, split, metric, value
 
-A store is a folder:
+A store is a folder, or a prefix of a bucket (`s3://bucket/prefix`, `gs://bucket/prefix`):
 
     trials/<trial_id>-<attempt>.parquet     one row per attempt
     metrics/<trial_id>-<attempt>.parquet    one row per (step, split, metric)
@@ -17,8 +17,9 @@ A store is a folder:
     damaged/<table>/                        what `repair` has set aside; nothing reads it
 
 Every file appears whole or not at all: it is written under a name that starts with a dot, flushed to the disk and
-renamed. An attempt that runs owns one live part per table, replaced whole; a part whose attempt has ended is sealed and
-never changes again. A part that can't be read is passed over and named in `Store.damaged`.
+renamed; in a bucket it is one object. An attempt that runs owns one live part per table, replaced whole; a part whose
+attempt has ended is sealed and never changes again. A part that can't be read is passed over and named in
+`Store.damaged`.
 
 Which rows count (the clean view): of a trial's attempts a finished or diverged one wins, else the latest; of the
 attempts before it only the rows up to the `start_step` of every later one count. Attempts are ordered by number, never
@@ -31,6 +32,7 @@ from sweeps.store.attempts import AttemptWriter
 from sweeps.store.claims import Claim
 from sweeps.store.compaction import Compaction, compact
 from sweeps.store.compare import equal_tables
+from sweeps.store.places import is_url
 from sweeps.store.repairs import Repair, repair
 from sweeps.store.schema import (
     FINAL,
@@ -69,5 +71,6 @@ __all__ = [
     "compact",
     "equal_tables",
     "is_config_column",
+    "is_url",
     "repair",
 ]

@@ -33,6 +33,9 @@ from sweeps.store.schema import (
 KEEP_ALIVE_EVERY_S = 10.0
 """A claim is renewed at least this often while its process lives: a long compilation isn't death."""
 
+MAX_PAUSE_S = 60.0
+"""After a failed write, the next one is tried within this time."""
+
 _writers: weakref.WeakSet[AttemptWriter] = weakref.WeakSet()
 """The attempts of this process that hold a claim."""
 
@@ -150,7 +153,8 @@ class AttemptWriter:
                 self.held_back = one_line(error)
             # Many small members on a slow disk must not spend their time on live parts: at most a twentieth of it.
             taken = (time.monotonic() - start) * len(_writers)
-            self._flush_due = time.monotonic() + max(self._place.flush_every_s, 20 * taken)
+            pause = 20 * taken if self.held_back is None else min(20 * taken, MAX_PAUSE_S)
+            self._flush_due = time.monotonic() + max(self._place.flush_every_s, pause)
             return self.held_back is None
 
     def heartbeat(self, progress: Mapping[str, Any] | None = None, /, **more: Any) -> None:
@@ -192,22 +196,31 @@ class AttemptWriter:
         facts.setdefault("exit_reason", exit_reason(status, errors["error"]))
         if facts["exit_reason"] not in EXIT_REASONS:
             raise ValueError(f"exit_reason={facts['exit_reason']!r} is unknown; choose one of {list(EXIT_REASONS)}")
+        end = {**facts, "status": status, "ended_at": datetime.now(UTC), **errors}
+        # Between the tries the lock is free: the claim is to be kept alive meanwhile.
+        while (failure := self._try_to_seal(end)) is not None:
+            if not self._place.wait_to_retry():
+                raise StoreError(
+                    f"{self._place.shown}: the results of trial {self.trial_id} can't be written: {self.held_back}"
+                ) from failure
+
+    def _try_to_seal(self, end: Mapping[str, Any]) -> OSError | None:
+        """Writes the final parts; returns why they can't be written."""
         with self._lock:
             self._require_open()
             before = dict(self._row)
-            self._set({**facts, "status": status, "ended_at": datetime.now(UTC), **errors})
+            self._set(end)
             try:
                 self._write_parts()
             except OSError as failure:
                 self.held_back = one_line(failure)
                 self._row = before
-                raise StoreError(
-                    f"{self._place.shown}: the results of trial {self.trial_id} can't be written: {self.held_back}"
-                ) from failure
+                return failure
             self.sealed = True
             self._release()
             with _keeper_lock:
                 _writers.discard(self)
+            return None
 
     @property
     def _claim_path(self) -> str:

@@ -40,14 +40,20 @@ class Claim(NamedTuple):
     progress: Mapping[str, Any]  # step, num_steps, loss, …
 
 
-def read_claim(place: Place, name: str) -> Claim | None:
-    """The claim in a file of the folder claims/; None where there is none of that name."""
+def read_claim(place: Place, name: str, modified: float | None = None) -> Claim | None:
+    """The claim in a file of the folder claims/; None where there is none of that name.
+
+    Args:
+      place: where the store is.
+      name: of the file.
+      modified: when it was written, in seconds since the epoch, where that is known already.
+    """
     split = split_name(name, SUFFIX)
     if split is None:
         return None
     path = f"claims/{name}"
     try:
-        modified = place.modified(path)
+        modified = place.modified(path) if modified is None else modified
         content = json.loads(place.read(path))
         heartbeat = datetime.fromtimestamp(content["heartbeat"], UTC)
         alive = _is_alive(content, modified)

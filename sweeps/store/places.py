@@ -151,6 +151,10 @@ class Place(ABC):
           StoreError: path and reason, in one line.
         """
 
+    def wait_to_retry(self) -> bool:
+        """After a failed write: waits until another try may help. False where it would not, without waiting."""
+        return False
+
 
 class LocalPlace(Place):
     """A folder of a file system, be it a network's. Renames make a file appear whole; claims are exclusive."""
@@ -297,9 +301,16 @@ def find_place(path: str | Path) -> Place:
     Raises:
       StoreError: it is a URL of a kind that can't hold a store.
     """
-    if _URL.match(str(path)):
-        raise StoreError(f"{path}: a results store at a URL isn't supported yet; give a folder, such as a shared mount")
+    if is_url(path):
+        from sweeps.store.object_place import ObjectPlace  # pyarrow's filesystems take a while to load
+
+        return ObjectPlace(str(path))
     return LocalPlace(path)
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether a store is named by a URL, such as s3://bucket/results, and not by a path."""
+    return _URL.match(str(path)) is not None
 
 
 def one_line(error: BaseException) -> str:

@@ -114,6 +114,8 @@ class Reader:
                 elif parts.is_compacted(name):
                     try:
                         replaced = self._replaced_by(table, name)
+                    except StoreError:
+                        raise
                     except (Damaged, OSError):
                         continue
                     splits = (parts.split_name(other) for other in replaced if other.startswith(own))
@@ -191,6 +193,8 @@ class Reader:
                 raise _Gone from error
             except Damaged as error:
                 self.damaged[table].append((path, str(error)))
+            except StoreError:
+                raise  # also of a bucket that gives no answer: its files are not damaged
             except OSError as error:
                 self.damaged[table].append((path, one_line(error)))
             return None

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -224,8 +225,12 @@ class Store:
             if not writer._claim():
                 continue
             try:
-                numbers, claims = self._reader.numbers(trial_id), self._claims_of(trial_id)
+                numbers, claims = self._reader.numbers(trial_id), self._claims_of(trial_id, besides=attempt)
                 outdated = any(number >= attempt for number in numbers)
+                # Names in a bucket may be half a minute old, and a part that is there must not be replaced.
+                outdated = outdated or (
+                    self.place.is_remote and self.place.exists(f"trials/{parts.part_name(trial_id, attempt)}")
+                )
                 if outdated or any(claim.alive and claim.attempt < attempt for claim in claims):
                     writer._release()
                     time.sleep(random.uniform(0.001, 0.01))
@@ -241,9 +246,10 @@ class Store:
             keep_claims_alive()
             return writer
 
-    def _claims_of(self, trial_id: str) -> list[Claim]:
+    def _claims_of(self, trial_id: str, besides: int | None = None) -> list[Claim]:
+        """The claims of a trial, without that of one attempt."""
         names = self.place.names("claims", f"{trial_id}-")
-        claims = [read_claim(self.place, name) for name in names]
+        claims = [read_claim(self.place, name) for name in names if name != f"{trial_id}-{besides}{CLAIM_SUFFIX}"]
         return [claim for claim in claims if claim and claim.trial_id == trial_id]
 
     def _sweep_away(self, claim: Claim) -> None:
@@ -260,12 +266,12 @@ class Store:
 
     def claims(self) -> list[Claim]:
         """All claims, live and dead."""
-        names = [entry.name for entry in self.place.entries("claims", CLAIM_SUFFIX)]
-        if self.place.is_remote and len(names) > 1:
+        entries = self.place.entries("claims", CLAIM_SUFFIX)
+        if self.place.is_remote and len(entries) > 1:
             with ThreadPoolExecutor(self.place.num_readers) as pool:
-                found = list(pool.map(lambda name: read_claim(self.place, name), names))
+                found = list(pool.map(lambda entry: read_claim(self.place, entry.name, entry.modified), entries))
         else:
-            found = [read_claim(self.place, name) for name in names]
+            found = [read_claim(self.place, entry.name) for entry in entries]
         return [claim for claim in found if claim is not None]
 
     def request_stop(self, run_id: str) -> None:
@@ -409,13 +415,16 @@ class Store:
             path = f"{self._checkpoint_folder(trial_id)}/{step}.ckpt"
             try:
                 yield step, self.place.local_folder(path) if self.place.is_folder(path) else self.place.read(path)
+            except StoreError:
+                raise  # a bucket that gives no answer: to start from an older state would lose work
             except OSError:
                 continue
 
     def clear_checkpoints(self, trial_id: str) -> None:
         """Removes a trial's saved states."""
         _check_name("trial_id", trial_id)
-        self.place.remove(self._checkpoint_folder(trial_id))
+        with suppress(OSError):  # they only take room
+            self.place.remove(self._checkpoint_folder(trial_id))
 
     # -------------------------------------------------------------------------------------------------------- reading
 

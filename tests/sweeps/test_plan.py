@@ -356,7 +356,7 @@ def test_an_empty_folder_is_a_store_yet_to_be(plan_json: PlanJson) -> None:
         (["--devices", "h100:"], "--devices h100:: '' is not a positive whole number"),
         (["--devices", "h100:two"], "--devices h100:two: 'two' is not a positive whole number"),
         (["--results", "small.yaml"], "small.yaml: not a folder; give the folder of a results store"),
-        (["--results", "s3://bucket/x"], "s3://bucket/x: a results store at a URL isn't supported yet"),
+        (["--results", "s3://me:secret@bucket/x"], "s3://…@bucket/x: a URL with credentials would be shown"),
         (["--max-concurrent", "2"], "python -m sweeps: unrecognized arguments: --max-concurrent 2"),
         (["--tin"], "python -m sweeps: unrecognized arguments: --tin"),
     ],
