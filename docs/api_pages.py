@@ -62,6 +62,22 @@ def _comments(source: str) -> dict[int, str]:
 
 
 @cache
+def field_comments(path: str) -> dict[str, dict[str, str]]:
+    """The comment behind each field, without its sign, for each class of a file; "" where there is none."""
+    source = Path(path).read_text()
+    comments = _comments(source)
+    return {
+        node.name: {
+            field.target.id: comments.get(field.end_lineno or 0, "")
+            for field in node.body
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        }
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+@cache
 def class_fields(path: str) -> dict[str, list[str]]:
     """Lines of an "Attributes" section for each class of a file."""
     source = Path(path).read_text()

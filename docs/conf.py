@@ -9,6 +9,7 @@ sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import api_pages  # noqa: E402  beside this file
+import schema_page  # noqa: E402
 
 project = "hyla"
 author = "The hyla developers"
@@ -48,3 +49,4 @@ html_show_sphinx = False
 html_last_updated_fmt = None
 
 api_pages.write_pages(DOCS.parent, DOCS / "api")
+schema_page.write_page(DOCS / "generated" / "schema.md")

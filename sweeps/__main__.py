@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -98,6 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_store_arguments(show)
     show.add_argument("trial", metavar="TRIAL", help="its id, or the start of it")
 
+    export = _command(commands, "export", "the store's tables as CSV files", ("sweeps.export", "export_command"))
+    _add_store_arguments(export)
+    export.add_argument("--out", metavar="DIR", default="export", help="the folder of the files; default: export/")
+    export.add_argument("--sweep", metavar="NAME", help="this sweep alone; NAME (tiny) for its tiny form")
+    export.add_argument("--raw", action="store_true", help="every attempt, row and request, not only those that count")
+
     reproduce = _command(
         commands,
         "reproduce",
@@ -109,6 +116,27 @@ def _parser() -> argparse.ArgumentParser:
     reproduce.add_argument(
         "--into", metavar="STORE2", help="keep what is trained in this store; default: it is thrown away"
     )
+
+    compact = _command(
+        commands, "compact", "make a few large files of many small ones", ("sweeps.upkeep", "compact_command")
+    )
+    _add_store_arguments(compact)
+    compact.add_argument(
+        "--grace",
+        metavar="DURATION",
+        type=_duration,
+        default=600.0,
+        help="how long replaced files stay, for others who read them, such as 30s, 10min or 2h; default: 10min",
+    )
+
+    repair = _command(
+        commands,
+        "repair",
+        "set aside what is damaged, so that it is trained again",
+        ("sweeps.upkeep", "repair_command"),
+    )
+    _add_store_arguments(repair)
+    repair.add_argument("--dry-run", action="store_true", help="only tell what would be done")
     return parser
 
 
@@ -146,6 +174,14 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def _duration(text: str) -> float:
+    """Seconds from `30s`, `10min`, `2h` or `1d`; a bare number is seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h|d)?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 30s, 10min or 2h")
+    return float(match[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[match[2] or "s"]
 
 
 if __name__ == "__main__":

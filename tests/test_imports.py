@@ -21,6 +21,7 @@ FORBIDDEN = {
     "sweeps.expand": {"jax", "flax", "ray", "analysis"},
     "sweeps.packs": {"jax", "flax", "ray", "analysis"},
     "sweeps.plan": {"jax", "flax", "ray", "analysis"},
+    "sweeps.export": {"jax", "flax", "ray", "analysis"},
     "sweeps.status": {"jax", "flax", "ray", "analysis"},
     "sweeps.run": {"jax", "flax", "ray", "analysis"},
     "sweeps.__main__": {"jax", "flax", "ray", "pandas", "analysis"},

@@ -14,6 +14,7 @@ A store is a folder, or a prefix of a bucket (`s3://bucket/prefix`, `gs://bucket
     claims/<trial_id>-<attempt>.json        who works on what; the one mutable folder
     checkpoints/<trial_id>/<step>.ckpt      the last two; removed when the trial is finished
     diffs/<hash>.diff                       how the code of a run differed from its commit
+    damaged/<table>/                        what `repair` has set aside; nothing reads it
 
 Every file appears whole or not at all: it is written under a name that starts with a dot, flushed to the disk and
 renamed; in a bucket it is one object. An attempt that runs owns one live part per table, replaced whole; a part whose
@@ -29,8 +30,10 @@ Imports pyarrow, pandas and the standard library only, so that reading results n
 
 from sweeps.store.attempts import AttemptWriter
 from sweeps.store.claims import Claim
+from sweeps.store.compaction import Compaction, compact
 from sweeps.store.compare import equal_tables
 from sweeps.store.places import is_url
+from sweeps.store.repairs import Repair, repair
 from sweeps.store.schema import (
     FINAL,
     KEYS,
@@ -58,12 +61,16 @@ __all__ = [
     "AttemptWriter",
     "Claim",
     "Column",
+    "Compaction",
+    "Repair",
     "RequestedTrial",
     "Store",
     "StoreError",
     "SweepSummary",
     "TrialState",
+    "compact",
     "equal_tables",
     "is_config_column",
     "is_url",
+    "repair",
 ]

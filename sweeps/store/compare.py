@@ -38,7 +38,7 @@ def equal_tables(
     """
     wanted = None if trial_ids is None else set(trial_ids)
     rows_a, rows_b = (
-        {row["trial_id"]: row for row in store._trial_table(raw=False).to_pylist()} for store in (store_a, store_b)
+        {row["trial_id"]: row for row in store.trial_table(raw=False).to_pylist()} for store in (store_a, store_b)
     )
     if wanted is not None:
         rows_a, rows_b = ({key: row for key, row in rows.items() if key in wanted} for rows in (rows_a, rows_b))

@@ -17,6 +17,7 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sweeps.store import rows as quick_rows
 from sweeps.store.places import one_line
 from sweeps.store.schema import (
     DECLARED,
@@ -32,6 +33,8 @@ from sweeps.store.schema import (
 
 SUFFIX = ".parquet"
 _COMPACTED = "compact-"
+_REPEATED = ("trial_id", "attempt", "split", "metric")
+_LARGE_BYTES = 4 * 2**20
 
 
 class Damaged(Exception):
@@ -75,6 +78,9 @@ def encode(table: str, rows: pa.Table, *, replaces: Sequence[str] | None = None)
     options: dict[str, Any] = (
         {"compression": "none", "use_dictionary": False, "write_statistics": False}
         if alone
+        # Steps and values hardly repeat: a dictionary of them would be made, found too large and thrown away.
+        else {"compression": "zstd", "use_dictionary": [name for name in _REPEATED if name in rows.column_names]}
+        if table == "metrics"
         else {"compression": "zstd"}
     )
     with pq.ParquetWriter(sink, rows.schema, store_schema=False, write_page_checksum=True, **options) as writer:
@@ -87,9 +93,11 @@ def encode(table: str, rows: pa.Table, *, replaces: Sequence[str] | None = None)
             marks["replaces"] = json.dumps(list(replaces))
             # In every small part, these words would make a third of the bytes.
             marks["columns"] = columns_json(table)
-        writer.add_key_value_metadata({f"hyla.{name}": value for name, value in marks.items()})
+        quick = quick_rows.marks(rows, SCHEMA_VERSION) if alone else {}
+        writer.add_key_value_metadata({f"hyla.{name}": value for name, value in marks.items()} | quick)
         writer.write_table(rows)
-    return sink.getvalue().to_pybytes()
+    data = sink.getvalue().to_pybytes()
+    return quick_rows.sealed(data) if alone else data
 
 
 def _checksum(names: Sequence[str], num_rows: int) -> str:
@@ -113,16 +121,20 @@ def replaces(data: bytes) -> list[str]:
     return names
 
 
-def _open(data: bytes) -> pq.ParquetFile:
+def _open(data: bytes, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
     if not data:
         raise Damaged("empty file")
     try:
-        return pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        return pq.ParquetFile(
+            pa.BufferReader(data), page_checksum_verification=True, read_dictionary=list(dictionaries)
+        )
     except Exception as error:  # pyarrow answers damage with many kinds of error
         raise Damaged(one_line(error)) from error
 
 
-def decode(table: str, data: bytes, path: str, columns: Sequence[str] | None = None) -> pa.Table:
+def decode(
+    table: str, data: bytes, path: str, columns: Sequence[str] | None = None, dictionaries: Sequence[str] = ()
+) -> pa.Table:
     """The rows of one file.
 
     Args:
@@ -130,6 +142,8 @@ def decode(table: str, data: bytes, path: str, columns: Sequence[str] | None = N
       data: the file.
       path: of the file, for messages.
       columns: those wanted, of those there; None for all.
+      dictionaries: string columns to keep as codes and a dictionary, which takes a fraction of time and memory where
+        few values repeat.
 
     Returns:
       The rows as the current version of the schema has them, whichever version wrote them.
@@ -138,7 +152,7 @@ def decode(table: str, data: bytes, path: str, columns: Sequence[str] | None = N
       Damaged: it is empty, cut short, changed, or not ours.
       StoreError: it was written by a newer version.
     """
-    file = _open(data)
+    file = _open(data, dictionaries)
     try:
         marks = file.metadata.metadata or {}
         schema = file.schema_arrow
@@ -165,10 +179,11 @@ def decode(table: str, data: bytes, path: str, columns: Sequence[str] | None = N
         wanted = list(types) if columns is None else [name for name in columns if name in types]
         if version < SCHEMA_VERSION:
             wanted += [name for name in MIGRATED_FROM[table] if name in types and name not in wanted]
-        rows = file.read(columns=wanted, use_threads=False)
+        # Many small files are read by threads already.
+        rows = file.read(columns=wanted, use_threads=len(data) >= _LARGE_BYTES)
         for index, name in enumerate(rows.column_names):
             declared = DECLARED[table].get(name, types[name])
-            if types[name] != declared:
+            if types[name] != declared and name not in dictionaries:
                 rows = rows.set_column(index, name, rows.column(name).cast(declared))
         for older in range(version, SCHEMA_VERSION):
             rows = MIGRATIONS[older](table, rows)

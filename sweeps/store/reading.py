@@ -9,23 +9,38 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from sweeps.store import parts
+from sweeps.store import rows as quick_rows
 from sweeps.store.clean import ATTEMPT_COLUMNS, Attempt
 from sweeps.store.parts import Damaged
 from sweeps.store.places import Entry, Place, one_line
-from sweeps.store.schema import INT, STRING, StoreError
+from sweeps.store.schema import INT, SCHEMA_VERSION, STRING, StoreError
 
 _MAX_LISTINGS = 20
 """A reader that meets so many compactions in a row gives up."""
 
+_NEEDED = {"trials": ("trial_id", "attempt"), "metrics": ("trial_id", "attempt"), "sweeps": ("request_id",)}
+"""Columns that tell what a row belongs to."""
+
+_CODED = ("trial_id", "split", "metric")
+"""Columns of the metrics table that are read as codes and a dictionary."""
+
+_MAX_SELECTED = 256
+"""Parts whose rows are selected from at once: most of the time of one alone goes into the calls."""
+
+_MAX_HANDED_OVER = 32
+"""Files that a thread reads before it asks for more."""
+
 Key = tuple[str, int]
 """Trial and attempt."""
+
+T = TypeVar("T")
 
 
 class Selection(NamedTuple):
@@ -126,8 +141,7 @@ class Reader:
         self, table: str, entries: Sequence[Entry], columns: Sequence[str] | None, selection: Selection
     ) -> list[tuple[str, pa.Table]]:
         # The keys are needed to tell attempts apart; of a part its name is the key.
-        keys = ("request_id",) if table == "sweeps" else ("trial_id", "attempt")
-        needed = None if columns is None else list(dict.fromkeys([*keys, *columns]))
+        needed = None if columns is None else list(dict.fromkeys([*_NEEDED[table], *columns]))
         compacted = [entry for entry in entries if parts.is_compacted(entry.name)]
         whole = self._each(table, compacted, lambda name, data: self._whole(table, name, data, needed))
         hidden = frozenset().union(*(self._replaced_by(table, path.rpartition("/")[2]) for path, _ in whole))
@@ -141,19 +155,22 @@ class Reader:
                 kept = kept.select([name for name in columns if name in kept.column_names])
             found.append((path, kept))
 
-        def read_part(name: str, data: bytes) -> pa.Table | None:
-            path = f"{table}/{name}"
-            if table == "sweeps":
-                return parts.decode(table, data, self._place.shown_path(path), columns)
-            return self._part(table, name, data, columns, selection)
-
         single = [entry for entry in entries if not parts.is_compacted(entry.name) and entry.name not in hidden]
         if table == "sweeps":
             single = [entry for entry in single if entry.name.removesuffix(parts.SUFFIX) not in seen]
         else:
             single = [entry for entry in single if self._is_wanted(table, entry.name, selection, seen)]
             single.sort(key=lambda entry: parts.split_name(entry.name) or ("", 0))
-        found += self._each(table, single, read_part)
+        if table == "trials":
+            found += self._trial_parts(single, columns)
+        elif table == "metrics":
+            found += self._metric_parts(single, columns, selection)
+        else:
+            found += self._each(
+                table,
+                single,
+                lambda name, data: parts.decode(table, data, self._place.shown_path(f"{table}/{name}"), columns),
+            )
         self.damaged[table].sort()
         return found
 
@@ -164,12 +181,10 @@ class Reader:
             return False
         return key not in seen and selection.limit(key) != -1
 
-    def _each(
-        self, table: str, entries: Sequence[Entry], use: Callable[[str, bytes], pa.Table | None]
-    ) -> list[tuple[str, pa.Table]]:
+    def _each(self, table: str, entries: Sequence[Entry], use: Callable[[str, bytes], T | None]) -> list[tuple[str, T]]:
         """Reads files, several at once; notes those that can't be used."""
 
-        def read_one(entry: Entry) -> tuple[str, pa.Table] | None:
+        def read_one(entry: Entry) -> tuple[str, T] | None:
             path = f"{table}/{entry.name}"
             try:
                 rows = use(entry.name, self._place.read(path))
@@ -184,32 +199,59 @@ class Reader:
                 self.damaged[table].append((path, one_line(error)))
             return None
 
+        num_readers = self._place.num_readers
         if len(entries) < 4:
             results = [read_one(entry) for entry in entries]
         else:
-            with ThreadPoolExecutor(self._place.num_readers) as pool:
-                results = list(pool.map(read_one, entries))
+            # Handing over each file alone takes longer than reading a small one.
+            size = max(1, min(_MAX_HANDED_OVER, len(entries) // (4 * num_readers)))
+            chunks = [entries[start : start + size] for start in range(0, len(entries), size)]
+            with ThreadPoolExecutor(num_readers) as pool:
+                read = pool.map(lambda chunk: [read_one(entry) for entry in chunk], chunks)
+                results = [result for chunk in read for result in chunk]
         return [result for result in results if result is not None]
 
+    def _trial_parts(self, entries: Sequence[Entry], columns: Sequence[str] | None) -> list[tuple[str, pa.Table]]:
+        """The rows of parts of the trials table; many of them in one table."""
+        found = self._each("trials", entries, lambda name, data: self._trial_part(name, data, columns))
+        quick = [(path, row) for path, row in found if not isinstance(row, pa.Table)]
+        return [(path, row) for path, row in found if isinstance(row, pa.Table)] + quick_rows.tables(quick, columns)
+
+    def _trial_part(self, name: str, data: bytes, columns: Sequence[str] | None) -> dict[str, Any] | pa.Table:
+        """The row of a part of the trials table, as `rows.read` gives it if it can."""
+        row = quick_rows.read(data, SCHEMA_VERSION)
+        if row is None:
+            return self._part("trials", name, data, columns)
+        _check_key(name, (row["trial_id"], row["attempt"]))
+        return row
+
+    def _metric_parts(
+        self, entries: Sequence[Entry], columns: Sequence[str] | None, selection: Selection
+    ) -> list[tuple[str, pa.Table]]:
+        """The wanted rows of parts of the metrics table; those of some hundred parts in one table."""
+        needed = None if columns is None else list(dict.fromkeys([*_NEEDED["metrics"], *columns]))
+        found = []
+        for start in range(0, len(entries), _MAX_SELECTED):
+            chunk = entries[start : start + _MAX_SELECTED]
+            if rows := self._each("metrics", chunk, lambda name, data: self._part("metrics", name, data, needed)):
+                selected = _select(pa.concat_tables([part for _, part in rows]), selection, set())
+                found.append((rows[0][0], selected if columns is None else selected.select(columns)))
+        return found
+
     def _whole(self, table: str, name: str, data: bytes, columns: Sequence[str] | None) -> pa.Table:
-        rows = parts.decode(table, data, self._place.shown_path(f"{table}/{name}"), columns)
+        shown = self._place.shown_path(f"{table}/{name}")
+        rows = parts.decode(table, data, shown, columns, _CODED if table == "metrics" else ())
         self._replaced_by(table, name, data)
         return rows
 
-    def _part(
-        self, table: str, name: str, data: bytes, columns: Sequence[str] | None, selection: Selection
-    ) -> pa.Table | None:
-        key = parts.split_name(name)
-        assert key is not None
-        rows = parts.decode(table, data, self._place.shown_path(f"{table}/{name}"), columns)
+    def _part(self, table: str, name: str, data: bytes, columns: Sequence[str] | None) -> pa.Table:
+        shown = self._place.shown_path(f"{table}/{name}")
+        rows = parts.decode(table, data, shown, columns, _CODED if table == "metrics" else ())
         if table == "trials" and len(rows) != 1:
             raise Damaged(f"{len(rows)} rows instead of one")
-        # The name decides which attempt it is, so that a copy of a part under another name never counts twice.
         if len(rows) and {"trial_id", "attempt"} <= set(rows.column_names):
-            inside = (rows["trial_id"][0].as_py(), rows["attempt"][0].as_py())
-            if inside != key:
-                raise Damaged(f"belongs to attempt {inside[0]}-{inside[1]}")
-        return _narrow(rows, selection, selection.limit(key))
+            _check_key(name, (rows["trial_id"][0].as_py(), rows["attempt"][0].as_py()))
+        return rows
 
     def _read_attempts(self, entries: Sequence[Entry]) -> list[Attempt]:
         compacted = [entry for entry in entries if parts.is_compacted(entry.name)]
@@ -239,12 +281,12 @@ class Reader:
                 known[entry.name] = cached
             else:
                 fresh.append(entry)
-        rows_of = self._each("trials", fresh, lambda name, data: self._part("trials", name, data, ATTEMPT_COLUMNS, ALL))
+        rows_of = self._each("trials", fresh, lambda name, data: self._trial_part(name, data, ATTEMPT_COLUMNS))
         settled_before = time.time() - self._place.settles_after_s
         current = [row for _, row in known.values()]
         for path, part in rows_of:
             entry = versions[path.rpartition("/")[2]]
-            row = _attempts_of(part)[0]
+            row = _attempts_of(part)[0] if isinstance(part, pa.Table) else _quick_attempt(part)
             current.append(row)
             # A file that is replaced within the clock's resolution would not look replaced.
             if entry.modified < settled_before or not self._place.settles_after_s:
@@ -268,6 +310,17 @@ def _attempts_of(rows: pa.Table) -> list[Attempt]:
     return [Attempt(*values) for values in zip(*columns, strict=True)]
 
 
+def _quick_attempt(row: Mapping[str, Any]) -> Attempt:
+    values: list[Any] = [row.get(name) for name in ATTEMPT_COLUMNS]
+    return Attempt(*values)._replace(ended_at=quick_rows.as_time(row.get("ended_at")))
+
+
+def _check_key(name: str, inside: Key) -> None:
+    """The name decides which attempt it is, so that a copy of a part under another name never counts twice."""
+    if inside != parts.split_name(name):
+        raise Damaged(f"belongs to attempt {inside[0]}-{inside[1]}")
+
+
 def _unseen_requests(rows: pa.Table, seen: set[str]) -> pa.Table:
     """Without the requests that another file holds."""
     kept = rows.filter(pc.invert(pc.is_in(rows["request_id"], pa.array(sorted(seen), STRING)))) if seen else rows
@@ -275,51 +328,58 @@ def _unseen_requests(rows: pa.Table, seen: set[str]) -> pa.Table:
     return kept
 
 
+def _codes(column: pa.ChunkedArray) -> tuple[list[Any], np.ndarray]:
+    """The values of a column that few values repeat in, and which of them each row has."""
+    array = column.combine_chunks().dictionary_encode()
+    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    return array.dictionary.to_pylist(), array.indices.to_numpy(zero_copy_only=False)
+
+
 def _runs(rows: pa.Table) -> Iterator[tuple[Key, int, int]]:
     """(attempt, first row, row after its last) of rows in which each attempt's stand together."""
     if not len(rows):
         return
-    trials = rows["trial_id"].combine_chunks().dictionary_encode()
-    trials = trials.combine_chunks() if isinstance(trials, pa.ChunkedArray) else trials
-    codes, attempts = trials.indices.to_numpy(zero_copy_only=False), rows["attempt"].to_numpy()
+    names, codes = _codes(rows["trial_id"])
+    attempts = rows["attempt"].to_numpy()
     starts = np.flatnonzero((np.diff(codes) != 0) | (np.diff(attempts) != 0)) + 1
-    names = trials.dictionary.to_pylist()
     for start, end in zip([0, *starts.tolist()], [*starts.tolist(), len(rows)], strict=True):
         yield (names[codes[start]], int(attempts[start])), start, end
 
 
 def _select(rows: pa.Table, selection: Selection, seen: set[Key]) -> pa.Table:
-    """The wanted rows of a compacted file, without the attempts that another file holds."""
+    """The wanted rows of many attempts, each of whose stand together, without attempts that another file holds."""
+    rows = rows.unify_dictionaries()
     wanted = np.zeros(len(rows), bool)
     steps = rows["step"].to_numpy() if selection.limits is not None else None
-    for key, start, end in list(_runs(rows)):
+    for key, start, end in _runs(rows):
         limit = selection.limit(key)
         if key in seen:
             continue
         seen.add(key)
         if limit != -1:
             wanted[start:end] = True if limit is None or steps is None else steps[start:end] <= limit
+    for name, values in selection.values.items():
+        names, codes = _codes(rows[name])
+        wanted &= np.isin(names, list(values))[codes] if names else False
     if not wanted.all():
         rows = rows.filter(pa.array(wanted))
-    return _narrow(rows, selection, None)
+    if selection.last and len(rows):
+        rows = _last(rows)
+    return rows.cast(_plain(rows.schema))
 
 
-def _narrow(rows: pa.Table, selection: Selection, limit: int | None) -> pa.Table:
-    """The wanted rows of those up to a step, in which each attempt's stand together."""
-    if limit is not None:
-        rows = rows.filter(pc.less_equal(rows["step"], limit))
-    for name, values in selection.values.items():
-        rows = rows.filter(pc.is_in(rows[name], pa.array(list(values), STRING)))
-    return _last(rows) if selection.last and len(rows) else rows
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """With strings in place of codes and dictionaries."""
+    fields = [field.with_type(STRING) if pa.types.is_dictionary(field.type) else field for field in schema]
+    return pa.schema(fields)
 
 
 def _last(rows: pa.Table) -> pa.Table:
     """Of each attempt, split and metric the row of the highest step, the later one of two."""
     codes = np.zeros(len(rows), np.int64)
     for name in ("trial_id", "attempt", "split", "metric"):
-        column = rows[name].combine_chunks().dictionary_encode()
-        column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-        codes = codes * max(1, len(column.dictionary)) + column.indices.to_numpy(zero_copy_only=False)
+        values, own = _codes(rows[name])
+        codes = codes * max(1, len(values)) + own
     steps = rows["step"].to_numpy()
     order = np.lexsort((steps, codes))
     ends = np.flatnonzero(np.diff(codes[order], append=-1))

@@ -522,9 +522,10 @@ class Store:
           The columns of `TRIALS`, then the config's fields. `status` is `running` or `interrupted` where the attempt
           hasn't been sealed. Integers are floats, with NaN, where a row has none.
         """
-        return self._trial_table(raw, trial_ids).to_pandas()
+        return self.trial_table(raw, trial_ids).to_pandas()
 
-    def _trial_table(self, raw: bool, trial_ids: Iterable[str] | None = None) -> pa.Table:
+    def trial_table(self, raw: bool = False, trial_ids: Iterable[str] | None = None) -> pa.Table:
+        """`trials` as an Arrow table, in which integers stay integers beside nulls."""
         wanted = None if trial_ids is None else set(trial_ids)
         live = self._live_claims()  # before and after the parts, as in `statuses`
         table = parts.concatenate(self._reader.read("trials", selection=Selection(wanted)), "trials")
@@ -570,7 +571,17 @@ class Store:
         Returns:
           The columns of `METRICS`.
         """
-        return self._metric_table(raw, splits, metrics, trial_ids).to_pandas()
+        return self.metric_table(raw, splits, metrics, trial_ids).to_pandas()
+
+    def metric_table(
+        self,
+        raw: bool = False,
+        splits: Sequence[str] | None = None,
+        metrics: Sequence[str] | None = None,
+        trial_ids: Iterable[str] | None = None,
+    ) -> pa.Table:
+        """`metrics` as an Arrow table."""
+        return self._metric_table(raw, splits, metrics, trial_ids)
 
     def final_metrics(self, splits: Sequence[str] | None = None, metrics: Sequence[str] | None = None) -> pd.DataFrame:
         """The last row of each (trial, split, metric) that counts, with the columns of `METRICS`."""

@@ -11,6 +11,7 @@ from hyla_core.config import Cadence
 from sweeps import reproduce as module
 from sweeps.__main__ import main
 from sweeps.reproduce import CannotReproduce, _times, cadence_of, config_of
+from sweeps.spec import Resources
 from sweeps.store import Store
 
 OLD = Path(__file__).parents[1] / "golden" / "store_v1"
@@ -72,6 +73,42 @@ def test_small_differences_are_within_the_tolerance(store, train, monkeypatch, c
     status, out, _ = reproduce(capsys, store.path, trial_id)
     assert status == 0
     assert out.endswith("reproduced within tolerance over the first 20 of 20 steps\n")
+
+
+def test_rows_that_begin_where_no_tolerance_is_known_are_not_within_one(store, train, monkeypatch, capsys):
+    trial_id = next(iter(store.finished()))
+    monkeypatch.setattr(module, "COMPARED_STEPS", 4)  # the first row is of step 5
+    monkeypatch.setattr("fake_training.ROW_EVERY", 10)
+    status, out, _ = reproduce(capsys, store.path, trial_id)
+    assert status == 1
+    assert out.endswith("differs: no row is of the first 4 steps, over which alone a tolerance is known\n")
+
+
+def test_a_training_that_fails_here_differs(store, train, capsys):
+    def at_step(configs, step):
+        raise ValueError("no luck")
+
+    train.at_step = at_step
+    status, out, _ = reproduce(capsys, store.path, next(iter(store.finished())))
+    assert status == 1
+    assert out.endswith("differs: it finished there, but is failed here: ValueError: no luck\n")
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "expected", "told"),
+    [
+        ("cpu", "NVIDIA H100", Resources(), ""),
+        (None, "NVIDIA H100", Resources(), ""),
+        ("NVIDIA H100", "NVIDIA H100", Resources(gpu=1), ""),
+        ("TPU v5 lite", "TPU v5 lite", Resources(tpu=1), ""),
+        ("NVIDIA H100", "NVIDIA A100", Resources(), "this machine has NVIDIA A100, so it trains on the CPU\n"),
+        ("NVIDIA H100", "cpu", Resources(), "this machine has no accelerator, so it trains on the CPU\n"),
+    ],
+)
+def test_it_trains_on_the_device_of_the_row_or_says_otherwise(monkeypatch, capsys, there, here, expected, told):
+    monkeypatch.setattr(module, "_kind_here", lambda: here)
+    assert module._resources(there) == expected
+    assert capsys.readouterr().err.endswith(told)
 
 
 def test_differing_provenance_is_told(store, train, monkeypatch, capsys):

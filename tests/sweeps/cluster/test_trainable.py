@@ -5,13 +5,14 @@ import os
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from fake_training import FakeTrain, checkpoint, write_sweep
 
 from hyla_core import model
 from hyla_core.checkpoint import DamagedCheckpoint
-from hyla_core.config import TrainConfig
+from hyla_core.config import Cadence, TrainConfig
 from hyla_core.tasks import make_task
 from hyla_core.tasks.base import seed_rng
 from hyla_core.train import restore_params
@@ -228,6 +229,26 @@ def test_other_code_is_refused(train, pack, job, store):
     assert "not 0000000000000000 as the run" in outcome.error
     assert set(outcome.statuses.values()) == {"left"}
     assert store.trials(raw=True).empty
+
+
+def test_a_row_says_where_it_comes_from(train, pack, job, store):
+    run_pack(pack, job._replace(cadence=Cadence(num_logs=4, num_evals=2)))
+    for row in store.trials().to_dict("records"):
+        assert (row["exit_reason"], row["num_logs"], row["num_evals"]) == ("completed", 4, 2)
+        assert (row["device_kind"], row["num_devices"], row["platform_version"]) == ("cpu", 1, "cpu")
+        assert row["numerics.matmul_precision"] == "default"
+        assert row["code_hash"] == provenance.loaded_code_hash()
+        assert row["version.hyla"] == provenance.own_version()
+        assert row["cpu_model"] == provenance.cpu_model()
+
+
+def test_a_pack_over_several_devices_says_how_many(train, pack, job, store, monkeypatch):
+    (device,) = jax.local_devices()[:1]
+    monkeypatch.setattr("jax.local_devices", lambda: [device] * 3)  # the third stays idle
+    run_pack(pack, job)
+    rows = store.trials()
+    assert rows["num_devices"].tolist() == [2, 2]
+    assert rows["device_s"].tolist() == rows["train_s"].tolist()  # each member had one of them
 
 
 def test_a_store_that_is_not_there_is_an_error_of_the_pack(train, pack, job, tmp_path):

@@ -161,3 +161,30 @@ def test_a_folder_that_never_rests_is_given_up(store, monkeypatch):
     monkeypatch.setattr(LocalPlace, "read", gone)
     with pytest.raises(StoreError, match="its files go while they are read"):
         Reader(store.place).read("trials")
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 256])
+def test_rows_are_the_same_however_many_parts_are_selected_from_at_once(store, monkeypatch, at_once):
+    for number in range(5):
+        write(store, f"t{number}", "finished", range(1, number + 2))
+    expected = [
+        (trial_id, attempt, step, split)
+        for trial_id, attempt, steps in [
+            ("a", 1, [1, 2]), ("a", 2, [3, 4]), ("b", 1, [1, 2, 3, 4]), ("c", 1, [1, 2, 3, 4]),
+            *((f"t{number}", 1, range(1, number + 2)) for number in range(5)),
+        ]
+        for step in steps
+        for split in ("train", "valid")
+    ]  # fmt: skip
+    monkeypatch.setattr("sweeps.store.reading._MAX_SELECTED", at_once)
+    columns = ["trial_id", "attempt", "step", "split"]
+    assert list(store.metrics()[columns].itertuples(index=False, name=None)) == expected
+    some = store.metrics(splits=["valid"], metrics=["loss"], trial_ids=["a", "t3"])
+    kept = [row for row in expected if row[0] in ("a", "t3") and row[3] == "valid"]
+    assert list(some[columns].itertuples(index=False, name=None)) == kept
+    assert store.metrics(splits=["ood"]).empty
+    assert store.metrics(metrics=["accuracy"]).empty
+    last = {(row[0], row[3]): row for row in expected}
+    final = store.final_metrics()
+    assert sorted(final[columns].itertuples(index=False, name=None)) == sorted(last.values())
+    assert set(map(str, final.dtypes[["trial_id", "split", "metric"]])) == {"str"}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sweeps.store import scalars
+from sweeps.store import Store, scalars
 
 
 @pytest.mark.parametrize(
@@ -93,3 +93,23 @@ def test_other_values_stay_as_they_are():
     assert [(value, type(value)) for value in found.values()] == [(2.0, float), (True, bool)]
     with pytest.raises(ValueError, match=r"^column flops is an array of shape \(2,\); a number is needed$"):
         scalars.plain_values({"flops": np.ones(2)}, "column")
+
+
+def test_an_attempt_takes_device_values_and_refuses_what_is_no_number(tmp_path):
+    store = Store.create(tmp_path / "store")
+    writer = store.begin("a", {}, {}, 0, 100, {})
+    assert writer is not None
+    writer.add([(jnp.array(50), "valid", "loss", jnp.float32(0.5))])
+    with pytest.raises(ValueError, match=r"^metric valid/accuracy at step 100 is an array of shape \(3,\)"):
+        writer.add([(100, "valid", "loss", 0.25), (100, "valid", "accuracy", jnp.zeros(3))])
+    writer.update(compile_s=jnp.float32(1.5))
+    with pytest.raises(ValueError, match=r"^column compile_s is an array of shape \(2,\)"):
+        writer.update(compile_s=np.ones(2))
+    writer.heartbeat(step=jnp.array(60), loss=jnp.float32(0.5))
+    with pytest.raises(ValueError, match=r"^progress loss is an array of shape \(1,\)"):
+        writer.heartbeat(step=70, loss=np.ones(1))
+    assert store.statuses()["a"].step == 60
+    assert store.statuses()["a"].loss == 0.5
+    writer.seal("finished", train_s=np.float32(2.5))
+    assert store.metrics()[["step", "value"]].to_numpy().tolist() == [[50, 0.5]]  # of refused rows none
+    assert store.trials()[["compile_s", "train_s", "step"]].to_numpy().tolist() == [[1.5, 2.5, 60]]

@@ -1,0 +1,97 @@
+"""The row of a part of the trials table once more, in a form that is read many times as fast.
+
+Such a part is a hundred columns of one value each, and Parquet describes every column in the file's footer: to read a
+part that way takes a millisecond and more, which a store of thousands feels. So the row also stands in the footer's
+key-value metadata as one line of JSON, with a checksum of the whole file. Other readers pass over it. Where it is
+missing or the file does not agree with the checksum, the columns decide.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pyarrow as pa
+
+from sweeps.store.schema import DECLARED, TIME, config_type
+
+KEY = "hyla.row"
+
+_MARK = b"hyla.row="
+_NO_CHECKSUM = b"00000000"
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_US = timedelta(microseconds=1)
+_DECLARED = DECLARED["trials"]
+_TIMES = tuple(name for name, kind in _DECLARED.items() if kind == TIME)
+
+
+def marks(rows: pa.Table, schema_version: int) -> dict[str, str]:
+    """The entry of the footer for a part with one row; its checksum is still to be filled in, by `sealed`."""
+    if len(rows) != 1:
+        return {}
+    row = {name: value for name, value in rows.to_pylist()[0].items() if value is not None or name not in _DECLARED}
+    for name in _TIMES:
+        if name in row:
+            row[name] = (row[name] - _EPOCH) // _US
+    # Without "=", which JSON needs for nothing, no text of the row can be taken for the mark.
+    text = json.dumps({"version": schema_version, "row": row}, separators=(",", ":")).replace("=", r"\u003d")
+    return {KEY: f"{_MARK.decode()}{_NO_CHECKSUM.decode()}{text}\n"}
+
+
+def sealed(data: bytes) -> bytes:
+    """A part with its checksum filled in, which covers every byte but its own."""
+    at = data.rfind(_MARK + _NO_CHECKSUM)
+    if at < 0:
+        return data
+    start = at + len(_MARK)
+    return b"%b%08x%b" % (data[:start], zlib.crc32(data), data[start + len(_NO_CHECKSUM) :])
+
+
+def read(data: bytes, schema_version: int) -> dict[str, Any] | None:
+    """The row of a part; times in microseconds since 1970, declared columns without a value left out.
+
+    Returns:
+      None where the part has to be read through its columns: it has no such line, is damaged, or has another version.
+    """
+    start = data.rfind(_MARK) + len(_MARK)
+    begin = start + len(_NO_CHECKSUM)
+    end = data.find(b"\n", begin)
+    if start < len(_MARK) or end < 0:
+        return None
+    checksum = zlib.crc32(data[begin:], zlib.crc32(_NO_CHECKSUM, zlib.crc32(data[:start])))
+    if data[start:begin] != b"%08x" % checksum:
+        return None
+    content = json.loads(data[begin:end])
+    return content["row"] if content["version"] == schema_version else None
+
+
+def as_time(value: int | None) -> datetime | None:
+    """A time of a row that was read."""
+    return None if value is None else _EPOCH + value * _US
+
+
+def tables(found: Iterable[tuple[str, Mapping[str, Any]]], columns: Sequence[str] | None) -> list[tuple[str, pa.Table]]:
+    """Rows as tables, one for all rows that have the same config fields of the same types.
+
+    Args:
+      found: (path of the part, its row).
+      columns: those wanted; None for all.
+
+    Returns:
+      (path of the first part, the table).
+    """
+    groups: dict[tuple[Any, ...], list[tuple[str, Mapping[str, Any]]]] = {}
+    for path, row in found:
+        fields = tuple((name, type(value)) for name, value in row.items() if name not in _DECLARED)
+        groups.setdefault(fields, []).append((path, row))
+    made = []
+    for fields, group in groups.items():
+        first = group[0][1]
+        types = {**_DECLARED, **{name: config_type(name, first[name]) for name, _ in fields}}
+        names = [name for name in types if columns is None or name in columns]
+        arrays = [pa.array([row.get(name) for _, row in group], types[name]) for name in names]
+        made.append((group[0][0], pa.table(arrays, names=names)))
+    return made
