@@ -56,10 +56,6 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TABLES = tuple(folder for folder in FOLDERS if folder != "checkpoints")
 _MANIFEST = "manifest.json"
 
-_unsent: dict[tuple[str, str], pa.NativeFile] = {}
-"""Streams of writes that failed, by store and object. pyarrow sends them once more when they go, whenever that is: old
-content would replace newer, and all threads would wait for it. So they stay until the next write of the same object."""
-
 T = TypeVar("T")
 
 
@@ -480,22 +476,13 @@ class ObjectPlace(Place):
             )
         finally:
             with suppress(OSError):
-                self._run(path, lambda: self._finish(self._key(staged)), is_change=True)
                 self.remove(staged)
 
     def _put(self, key: str, data: bytes | pa.Buffer, kind: str) -> None:
-        self._finish(key)
-        stream = self._filesystem.open_output_stream(key, metadata={"Content-Type": kind})
-        _unsent[self.shown, key] = stream
-        stream.write(data)
-        stream.close()
-        _unsent.pop((self.shown, key), None)
-
-    def _finish(self, key: str) -> None:
-        """Sends what an earlier write of this object could not, before something newer replaces it."""
-        if (stream := _unsent.get((self.shown, key))) is not None:
-            stream.close()
-            _unsent.pop((self.shown, key), None)
+        # Leaving the block also ends an upload of which a part has failed: that must not wait until the stream is
+        # collected, when all threads would wait for it.
+        with self._filesystem.open_output_stream(key, metadata={"Content-Type": kind}) as stream:
+            stream.write(data)
 
     def _run(self, path: str, do: Callable[[], T], *, is_change: bool = False, num_bytes: int = 0) -> T:
         """Does what needs the network; its errors come out in one line.

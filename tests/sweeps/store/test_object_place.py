@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from s3_server import BUCKET, S3Server, answer
 
-from sweeps.store import Store, StoreError, equal_tables, object_place
+from sweeps.store import Store, StoreError, compact, equal_tables, object_place, repair
 from sweeps.store.object_place import ObjectPlace
 from sweeps.store.places import LocalPlace, Place, find_place
 
@@ -214,8 +214,9 @@ def test_a_large_object_whose_part_fails_never_appears(server: S3Server, url: st
     assert place.read("checkpoints/t/1.ckpt") == bytes(BIG)
     assert place.names("checkpoints/t") == ["1.ckpt"]
     server.fault = answer("403 Forbidden", "AccessDenied", "partNumber=2")
-    with pytest.raises(StoreError, match="access denied"):
-        place.write("checkpoints/t/2.ckpt", b"x" * BIG)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="access denied"):
+            place.write("checkpoints/t/2.ckpt", b"x" * BIG)
     with pytest.raises(StoreError, match="access denied"):
         place.write("checkpoints/t/1.ckpt", b"x" * BIG)  # the old one stays
     server.fault = None
@@ -568,7 +569,7 @@ def test_an_endpoint_that_hangs_costs_half_a_minute(server: S3Server, url: str, 
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", silent)
     start = time.monotonic()
     assert one_line_error(lambda: find_place(url).write("trials/x", b"1")).endswith(f"no answer from {silent}")
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 45
 
 
 def test_rows_are_held_back_and_a_finished_training_is_written_later(server: S3Server, url: str, monkeypatch) -> None:
@@ -656,3 +657,27 @@ def test_what_goes_wrong_at_gs_is_one_line(text: str, reason: str, server: S3Ser
 def test_a_path_is_a_folder(tmp_path: Path) -> None:
     assert isinstance(find_place(tmp_path), LocalPlace)
     assert isinstance(find_place("results"), LocalPlace)
+
+
+def test_a_store_in_a_bucket_is_compacted_and_repaired(url: str, server: S3Server) -> None:
+    store = Store.create(url)
+    for number in range(4):
+        writer = store.begin(f"t{number}", {"model.emb_dim": 8}, {"run_id": "r"}, 0, 10, {})
+        assert writer is not None
+        writer.add([(step, "train", "loss", number + step / 8) for step in (1, 2)])
+        writer.seal("finished")
+    before = [store.trials(raw=True).to_csv(), store.metrics(raw=True).to_csv()]
+    compact(store, grace_s=0)
+    compact(store, grace_s=0)  # deletes what the first one replaced
+    assert [path for path in server.objects(in_bucket(url)) if "/t0-" in path] == []
+    again = Store.open(url)
+    assert [again.trials(raw=True).to_csv(), again.metrics(raw=True).to_csv()] == before
+    mine = again.begin("t0", {"model.emb_dim": 8}, {"run_id": "r"}, 0, 10, {})
+    assert mine is not None
+    assert mine.attempt == 2
+    mine.seal("failed", "no luck")
+    again.place.write("trials/t9-1.parquet", b"cut short")
+    assert any("t9" in item.what for item in repair(again))
+    assert f"{in_bucket(url)}/damaged/trials/t9-1.parquet" in server.objects(in_bucket(url))
+    assert "t9-1.parquet" not in again.place.names("trials")
+    assert Store.open(url).damaged == []
