@@ -34,6 +34,7 @@ from sweeps.store.schema import (
 SUFFIX = ".parquet"
 _COMPACTED = "compact-"
 _REPEATED = ("trial_id", "attempt", "split", "metric")
+_CODES = pa.dictionary(pa.int32(), pa.string())
 _LARGE_BYTES = 4 * 2**20
 
 
@@ -183,7 +184,10 @@ def decode(
         rows = file.read(columns=wanted, use_threads=len(data) >= _LARGE_BYTES)
         for index, name in enumerate(rows.column_names):
             declared = DECLARED[table].get(name, types[name])
-            if types[name] != declared and name not in dictionaries:
+            if name in dictionaries:
+                if types[name] != _CODES:
+                    rows = rows.set_column(index, name, rows.column(name).cast(declared).dictionary_encode())
+            elif types[name] != declared:
                 rows = rows.set_column(index, name, rows.column(name).cast(declared))
         for older in range(version, SCHEMA_VERSION):
             rows = MIGRATIONS[older](table, rows)
