@@ -1,7 +1,8 @@
 """One Parquet file of the store: its bytes, and the tables that many of them make.
 
 A part says to which table it belongs and which version of the schema wrote it. Damage of any kind is found when it is
-read: pages have checksums, and so has the description of the columns. A compacted file holds the rows of many parts and
+read: a seal in the footer is the checksum of the whole file. (Files of schema version 1 have checksums of their pages
+and of the description of their columns alone.) A compacted file holds the rows of many parts and
 names the files that it replaces.
 """
 
@@ -36,6 +37,7 @@ _COMPACTED = "compact-"
 _REPEATED = ("trial_id", "attempt", "split", "metric")
 _CODES = pa.dictionary(pa.int32(), pa.string())
 _LARGE_BYTES = 4 * 2**20
+_SEAL, _UNSEALED = b"hyla.crc32=", b"00000000"
 
 
 class Damaged(Exception):
@@ -95,10 +97,22 @@ def encode(table: str, rows: pa.Table, *, replaces: Sequence[str] | None = None)
             # In every small part, these words would make a third of the bytes.
             marks["columns"] = columns_json(table)
         quick = quick_rows.marks(rows, SCHEMA_VERSION) if alone else {}
-        writer.add_key_value_metadata({f"hyla.{name}": value for name, value in marks.items()} | quick)
+        seal = {"hyla.seal": (_SEAL + _UNSEALED).decode()}  # last, so that it is the last of its kind in the file
+        writer.add_key_value_metadata({f"hyla.{name}": value for name, value in marks.items()} | quick | seal)
         writer.write_table(rows)
     data = sink.getvalue().to_pybytes()
-    return quick_rows.sealed(data) if alone else data
+    start = data.rindex(_SEAL) + len(_SEAL)
+    return b"%b%08x%b" % (data[:start], zlib.crc32(data), data[start + len(_UNSEALED) :])
+
+
+def is_intact(data: bytes) -> bool | None:
+    """Whether a file is, byte for byte, what was written; None where it has no seal, as those of schema version 1."""
+    start = data.rfind(_SEAL) + len(_SEAL)
+    if start < len(_SEAL):
+        return None
+    view, end = memoryview(data), start + len(_UNSEALED)
+    checksum = zlib.crc32(view[end:], zlib.crc32(_UNSEALED, zlib.crc32(view[:start])))
+    return data[start:end] == b"%08x" % checksum
 
 
 def _checksum(names: Sequence[str], num_rows: int) -> str:
@@ -125,6 +139,8 @@ def replaces(data: bytes) -> list[str]:
 def _open(data: bytes, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
     if not data:
         raise Damaged("empty file")
+    if is_intact(data) is False:
+        raise Damaged("it was changed or cut short: its checksum does not match")
     try:
         return pq.ParquetFile(
             pa.BufferReader(data), page_checksum_verification=True, read_dictionary=list(dictionaries)
@@ -172,6 +188,8 @@ def decode(
         )
     if version < min(MIGRATIONS):
         raise Damaged(f"schema version {version} is unknown")
+    if version > 1 and is_intact(data) is None:
+        raise Damaged("its checksum is missing")
     if marks.get(b"hyla.checksum") != _checksum(schema.names, file.metadata.num_rows).encode():
         raise Damaged("its description of the columns was changed")
     if missing := [name for name in REQUIRED[table] if name not in types]:

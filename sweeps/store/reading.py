@@ -219,7 +219,7 @@ class Reader:
 
     def _trial_part(self, name: str, data: bytes, columns: Sequence[str] | None) -> dict[str, Any] | pa.Table:
         """The row of a part of the trials table, as `rows.read` gives it if it can."""
-        row = quick_rows.read(data, SCHEMA_VERSION)
+        row = quick_rows.read(data, SCHEMA_VERSION) if parts.is_intact(data) else None
         if row is None:
             return self._part("trials", name, data, columns)
         _check_key(name, (row["trial_id"], row["attempt"]))

@@ -359,9 +359,11 @@ class _Work:
         removed = take_units(table, rows, lambda unit: unit in units)
         kept = take_units(table, rows, lambda unit: unit not in units)
         self.place.write(aside, parts.encode(table, removed))
-        # The old file stays until a compaction deletes it. The new one hides it, and tells which numbers were taken.
+        # The new file hides the old one, and tells which numbers were taken.
         data = parts.encode(table, kept, replaces=names_of(listing, [name]))
         self.place.write(f"{table}/{parts.compacted_name()}", data)
+        # Nothing is lost with it, and whoever reads the raw files is not to see rows that promise lost ones.
+        self.place.remove(f"{table}/{name}")
 
     def _set_aside(self, table: str, name: str, reason: str) -> None:
         """Moves a file to the folder for damaged ones, under a name that is free there."""

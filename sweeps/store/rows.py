@@ -2,14 +2,12 @@
 
 Such a part is a hundred columns of one value each, and Parquet describes every column in the file's footer: to read a
 part that way takes a millisecond and more, which a store of thousands feels. So the row also stands in the footer's
-key-value metadata as one line of JSON, with a checksum of the whole file. Other readers pass over it. Where it is
-missing or the file does not agree with the checksum, the columns decide.
+key-value metadata as one line of JSON. Other readers pass over it. Where it is missing, the columns decide.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -21,7 +19,6 @@ from sweeps.store.schema import DECLARED, TIME, config_type
 KEY = "hyla.row"
 
 _MARK = b"hyla.row="
-_NO_CHECKSUM = b"00000000"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _US = timedelta(microseconds=1)
 _DECLARED = DECLARED["trials"]
@@ -29,40 +26,27 @@ _TIMES = tuple(name for name, kind in _DECLARED.items() if kind == TIME)
 
 
 def marks(rows: pa.Table, schema_version: int) -> dict[str, str]:
-    """The entry of the footer for a part with one row; its checksum is still to be filled in, by `sealed`."""
+    """The entry of the footer for a part with one row."""
     if len(rows) != 1:
         return {}
     row = {name: value for name, value in rows.to_pylist()[0].items() if value is not None or name not in _DECLARED}
     for name in _TIMES:
         if name in row:
             row[name] = (row[name] - _EPOCH) // _US
-    # Without "=", which JSON needs for nothing, no text of the row can be taken for the mark.
+    # Without "=", which JSON needs for nothing, no text of the row can be taken for a mark, this one or the seal's.
     text = json.dumps({"version": schema_version, "row": row}, separators=(",", ":")).replace("=", r"\u003d")
-    return {KEY: f"{_MARK.decode()}{_NO_CHECKSUM.decode()}{text}\n"}
-
-
-def sealed(data: bytes) -> bytes:
-    """A part with its checksum filled in, which covers every byte but its own."""
-    at = data.rfind(_MARK + _NO_CHECKSUM)
-    if at < 0:
-        return data
-    start = at + len(_MARK)
-    return b"%b%08x%b" % (data[:start], zlib.crc32(data), data[start + len(_NO_CHECKSUM) :])
+    return {KEY: f"{_MARK.decode()}{text}\n"}
 
 
 def read(data: bytes, schema_version: int) -> dict[str, Any] | None:
-    """The row of a part; times in microseconds since 1970, declared columns without a value left out.
+    """The row of a part that is known to be intact; times in microseconds since 1970, absent columns left out.
 
     Returns:
-      None where the part has to be read through its columns: it has no such line, is damaged, or has another version.
+      None where the part has to be read through its columns: it has no such line, or another version.
     """
-    start = data.rfind(_MARK) + len(_MARK)
-    begin = start + len(_NO_CHECKSUM)
+    begin = data.rfind(_MARK) + len(_MARK)
     end = data.find(b"\n", begin)
-    if start < len(_MARK) or end < 0:
-        return None
-    checksum = zlib.crc32(data[begin:], zlib.crc32(_NO_CHECKSUM, zlib.crc32(data[:start])))
-    if data[start:begin] != b"%08x" % checksum:
+    if begin < len(_MARK) or end < 0:
         return None
     content = json.loads(data[begin:end])
     return content["row"] if content["version"] == schema_version else None

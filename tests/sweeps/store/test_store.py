@@ -839,7 +839,7 @@ def test_changed_values_are_noticed(two_trials, tmp_path):
     part.write_bytes(part.read_bytes().replace(b"hyla", b"hylo", 1))
     store = Store.open(path)
     assert store.trials()["trial_id"].tolist() == ["b"]
-    assert "CRC" in store.damaged[0][1]
+    assert "its checksum does not match" in store.damaged[0][1]
 
 
 def test_changed_columns_are_noticed(two_trials, tmp_path):
@@ -849,7 +849,7 @@ def test_changed_columns_are_noticed(two_trials, tmp_path):
     part.write_bytes(part.read_bytes().replace(b"model.causal", b"model.casual"))
     store = Store.open(path)
     assert store.trials()["trial_id"].tolist() == ["b"]
-    assert store.damaged == [(str(part), "its description of the columns was changed")]
+    assert store.damaged == [(str(part), "it was changed or cut short: its checksum does not match")]
 
 
 def test_what_is_no_part_is_passed_over(store):
