@@ -39,6 +39,7 @@ from sweeps.progress import (
 from sweeps.spec import SpecError, SweepSpec, load_sweep
 from sweeps.stopping import GRACE_S, Stop, on_signals
 from sweeps.store import Store, TrialState, is_url
+from sweeps.upkeep import repair_hint
 
 if TYPE_CHECKING:
     from sweeps.cluster.trainable import PackJob, PackOutcome
@@ -160,6 +161,15 @@ class _Work(NamedTuple):
                 to_train.append(trial)
                 retried += [trial.trial_id] * (state.status in DONE)
         return cls(to_train, interrupted, elsewhere, frozenset(retried))
+
+
+def damage_lines(store: Store, shown: str) -> list[str]:
+    """What the last reading of a store passed over, and the command that sets it aside; nothing where all is whole."""
+    if not store.damaged:
+        return []
+    path, reason = store.damaged[0]
+    others = f", and {len(store.damaged) - 1} more" if len(store.damaged) > 1 else ""
+    return [f"passed over: {path}: {reason}{others}", repair_hint(shown)]
 
 
 def is_environment_error(error: str | None) -> bool:
@@ -307,10 +317,12 @@ class _Request:
         if statuses["failed"]:
             text += f", {statuses['failed']} failed; to try them again: {self.command('failed')}"
         if work.elsewhere:
-            text += f"; {work.elsewhere} are being trained by another run"
+            text += f"; {work.elsewhere} are being trained by another run, whose workers end soon if it was killed"
         status = OK if done == len(self.trials) else SOME_FAILED
         view = make_view(self.spec.name, self.shown_store, as_json=self.args.json, live=False)
         view.say(text)
+        for line in damage_lines(self.store, self.shown_store):
+            view.say(line)
         view.event("summary", exit_status=status, total=len(self.trials), trained=0, **statuses)
         return status
 
@@ -564,6 +576,8 @@ class _Driver:
                 say(f"{failure.num_trials} not trained: {failure.error}")
         if problem is not None:
             say(problem)
+        for line in damage_lines(request.store, request.shown_store):
+            say(line)
         if not complete:
             left = len(found) - done - statuses["failed"]
             if stop.broken is not None:

@@ -18,6 +18,7 @@ from rich.table import Table
 from sweeps.__main__ import resolve_store
 from sweeps.progress import duration
 from sweeps.store import FINAL, Store, is_config_column
+from sweeps.upkeep import repair_hint
 
 WATCH_EVERY_S = 5.0
 
@@ -100,6 +101,8 @@ def _print(statuses: Sequence[SweepStatus], store: Store, shown: str, *, as_json
             print(f"{_name(status)}: {status.num_trials} trials: {counts}; {_ago(status.last_activity)}", flush=True)
     for path, reason in store.damaged:
         print(f"{path}: passed over: {reason}", file=sys.stderr)
+    if store.damaged:
+        print(repair_hint(shown), file=sys.stderr)
 
 
 def _table(statuses: Sequence[SweepStatus], shown: str) -> Table:
@@ -167,8 +170,8 @@ def describe_trial(store: Store, shown: str, trial_id: str, requests: pd.DataFra
       requests: the store's sweeps table, raw.
     """
     state = store.statuses().get(trial_id)
-    own = store.trials(raw=True, trial_ids=[trial_id])
-    rows = [{str(name): value for name, value in row.items() if not absent(value)} for row in own.to_dict("records")]
+    own = store.trial_table(raw=True, trial_ids=[trial_id]).to_pylist()  # a frame would make floats of whole numbers
+    rows = [{name: value for name, value in row.items() if not absent(value)} for row in own]
     asked = requests[requests["trial_id"] == trial_id]
     last = rows[-1] if rows else {}
     status = state.status if state else "pending"

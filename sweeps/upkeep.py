@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from sweeps.__main__ import resolve_store
 from sweeps.progress import duration
 from sweeps.store import Compaction, Repair, Store, compact, repair
+from sweeps.store.compaction import GRACE_S
 from sweeps.store.repairs import LEFT, REMOVED, SET_ASIDE
 
 WHOLE, DAMAGED = 0, 1
@@ -49,7 +50,10 @@ def compaction_lines(result: Compaction, shown: str, grace_s: float) -> list[str
     if any(table.overtaken for table in result.tables):
         lines.append(f"to go on: {again}")
     elif waiting:
-        lines.append(f"to delete {_count(waiting, 'replaced file')} in {duration(grace_s)}: {again}")
+        # Given the same time, the command of the hint does what the hint says.
+        grace = "" if grace_s == GRACE_S else f" --grace {grace_s:g}s"
+        when = f" in {duration(grace_s)}" if grace_s else ""
+        lines.append(f"to delete {_count(waiting, 'replaced file')}{when}: {again}{grace}")
     return lines
 
 

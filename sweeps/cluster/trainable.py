@@ -254,7 +254,8 @@ class _PackRun:
                 self._save(member, report.checkpoints[member.trial_id])
         for member in open_members:
             if member.status != "running":
-                self._end(member.trial_id, member.status, member.step)
+                why = f"the loss was not finite at step {member.step}" if member.status == "diverged" else None
+                self._end(member.trial_id, member.status, member.step, why)
                 if member.status in FINAL and not self._job.keep_checkpoints:
                     self._store.clear_checkpoints(member.trial_id)
 

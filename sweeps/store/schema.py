@@ -118,7 +118,7 @@ SWEEPS = (
     Column("requested_at", TIME, "UTC", "when"),
     Column("file", STRING, "", "the sweep file, as given"),
     Column("tiny", BOOL, "", "whether the file's tiny form was asked for"),
-    Column("overrides", pa.list_(pa.string()), "", "settings changed by --set, in order"),
+    Column("overrides", pa.list_(pa.string()), "", "settings changed by `--set`, in order"),
     Column("trial_id", STRING, "", "a trial that was asked for"),
     Column("point", STRING, "", "shared by the trials that differ only in seed"),
     Column("axes", STRING, "", "JSON: dotted name → value as the file has it"),

@@ -73,6 +73,19 @@ def test_a_sweep_is_trained_once(train, run, store):
     assert len(store.sweeps(raw=True)["request_id"].unique()) == 2
 
 
+def test_damage_is_named_with_what_to_do_about_it(train, run, store, capsys):
+    assert run() == 0
+    (store.path / "trials" / "stranger.parquet").write_bytes(b"mine")
+    next(store.path.glob("trials/*-1.parquet")).unlink()
+    for _ in range(2):  # a run that trains, and one that has nothing to train
+        capsys.readouterr()
+        assert run() == 0
+        out = capsys.readouterr().out
+        assert "passed over: " in out
+        assert "stranger.parquet: not named" in out
+        assert f"python -m sweeps repair {store.path}" in out
+
+
 @pytest.mark.parametrize(("room_for", "pack_sizes"), [(1, [1] * 8), (1.9, [1] * 8), (2, [2] * 4), (5, [2] * 4)])
 def test_packs_are_as_large_as_the_memory_allows(
     train, run, store, sweep, monkeypatch, room_for: float, pack_sizes: list[int]
