@@ -6,8 +6,9 @@ import flax.linen as nn
 from jax import Array
 
 from hyla_core.attention import normalize, values
+from hyla_core.attention.products import fastest
 from hyla_core.attention.variants import Variant
-from hyla_core.numerics import Dense, product
+from hyla_core.numerics import Dense
 
 
 class Attention(nn.Module):
@@ -56,8 +57,8 @@ class Attention(nn.Module):
             query = nn.LayerNorm(epsilon=1e-6, use_bias=False, dtype=self.dtype, name="query_ln")(query)
             key = nn.LayerNorm(epsilon=1e-6, use_bias=False, dtype=self.dtype, name="key_ln")(key)
 
-        scores = product("bqhd,bkhd->bhqk", query, key)
-        scores = scores / math.sqrt(self.qk_dim // self.num_heads)
+        products = fastest(self.dtype)
+        scores = products.scores(query, key) / math.sqrt(self.qk_dim // self.num_heads)
         if bias is not None:
             scores = scores + bias
         self.sow("intermediates", "attn_scores", scores)
@@ -65,7 +66,7 @@ class Attention(nn.Module):
         self.sow("intermediates", "attn_weights", weights)
         weights = nn.Dropout(self.dropout, broadcast_dims=(0, 1))(weights, deterministic=deterministic)
 
-        mixed = getattr(values, self.variant.values)(weights, value)
+        mixed = getattr(values, self.variant.values)(weights, value, products)
         return Dense(inputs.shape[-1:], num_summed=2, dtype=self.dtype, name="out")(mixed)
 
     def _heads(self, name: str, dim: int) -> Dense:
