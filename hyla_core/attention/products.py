@@ -12,7 +12,7 @@ Reference: arXiv 2406.05816, Section 2.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,14 @@ _Product = Callable[[Array, Array], Array]
 class Products(NamedTuple):
     """One way to compute each product; all results are float32."""
 
-    scores: _Product  # query [batch, query, heads, dim], key [batch, key, heads, dim] -> [batch, heads, query, key]
-    mix: _Product  # weights [batch, heads, query, key], values [batch, key, heads, dim] -> [batch, query, heads, dim]
-    hidden: _Product  # weights [batch, heads, query, key], values [batch, key, heads, dim] -> [batch, key, query, dim]
-    readout: _Product  # weights [batch, heads, query, key], hidden [batch, key, query, dim] -> [batch, query, heads, dim]
+    # query [batch, query, heads, dim], key [batch, key, heads, dim] -> scores [batch, heads, query, key]
+    scores: _Product
+    # weights [batch, heads, query, key], values [batch, key, heads, dim] -> [batch, query, heads, dim]
+    mix: _Product
+    # weights [batch, heads, query, key], values [batch, key, heads, dim] -> hidden layer [batch, key, query, dim]
+    hidden: _Product
+    # weights [batch, heads, query, key], hidden layer [batch, key, query, dim] -> [batch, query, heads, dim]
+    readout: _Product
 
 
 EINSUM = Products(
@@ -49,8 +53,9 @@ def fastest(dtype: str) -> Products:
     return ROW_MAJOR if jax.default_backend() == "cpu" and dtype == "float32" else EINSUM
 
 
-_rows = jnp.einsum
-"""A product of matrices that lie in memory as the spec reads them: "…ij,…jk->…ik"."""
+def _rows(spec: str, left: Array, right: Array) -> Array:
+    """A product of matrices that lie in memory as the spec reads them: "…ij,…jk->…ik"."""
+    return jnp.einsum(spec, left, right)
 
 
 def _turned(matrices: Array) -> Array:
@@ -61,12 +66,17 @@ def _turned(matrices: Array) -> Array:
     return jax.lax.optimization_barrier(jnp.swapaxes(jax.lax.optimization_barrier(matrices), 2, 3))
 
 
-def _with_gradient(
-    function: _Product, gradient: Callable[[Array, Array, Array], tuple[Array, Array]]
-) -> Callable[[Array, Array], Array]:
+def _with_gradient(function: _Product, gradient: Callable[[Array, Array, Array], tuple[Array, Array]]) -> _Product:
     """A product whose gradients with respect to left and right are given by (left, right, incoming gradient)."""
-    wrapped: Any = jax.custom_vjp(function)
-    wrapped.defvjp(lambda left, right: (function(left, right), (left, right)), lambda kept, grad: gradient(*kept, grad))
+
+    def forward(left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
+        return function(left, right), (left, right)
+
+    def backward(factors: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+        return gradient(*factors, grad)
+
+    wrapped = jax.custom_vjp(function)
+    wrapped.defvjp(forward, backward)
     return wrapped
 
 
