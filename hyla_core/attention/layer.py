@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
         Args:
           inputs: [batch, seq, emb].
-          bias: broadcasts to [batch, heads, query, key]; added to the scores.
+          bias: [1, heads, query, key]; added to the scores.
           mask: broadcasts to [batch, heads, query, key]; true where the query may see the key.
           deterministic: switches dropout off.
 
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         products = fastest(self.dtype)
         scores = products.scores(query, key) / math.sqrt(self.qk_dim // self.num_heads)
         if bias is not None:
-            scores = scores + bias
+            scores = products.biased(scores, bias)
         self.sow("intermediates", "attn_scores", scores)
         weights = getattr(normalize, self.variant.normalize)(scores, mask)
         self.sow("intermediates", "attn_weights", weights)

@@ -1,4 +1,4 @@
-"""The four products of an attention layer, each in the form that a processor computes fastest.
+"""The products of an attention layer, each in the form that a processor computes fastest.
 
 Any of them is one einsum, and `EINSUM` has them so: it is what the others are compared with. XLA's CPU compiler hands a
 batched product to its fast library only where the left factor's rows and the right factor's columns lie as the formula
@@ -28,6 +28,8 @@ class Products(NamedTuple):
 
     # query [batch, query, heads, dim], key [batch, key, heads, dim] -> scores [batch, heads, query, key]
     scores: _Product
+    # scores [batch, heads, query, key] + bias [1, heads, query, key]
+    biased: _Product
     # weights [batch, heads, query, key], values [batch, key, heads, dim] -> [batch, query, heads, dim]
     mix: _Product
     # weights [batch, heads, query, key], values [batch, key, heads, dim] -> hidden layer [batch, key, query, dim]
@@ -38,6 +40,7 @@ class Products(NamedTuple):
 
 EINSUM = Products(
     scores=functools.partial(product, "bqhd,bkhd->bhqk"),
+    biased=jnp.add,
     mix=functools.partial(product, "bhqk,bkhd->bqhd"),
     # Key before query is the order in which the product comes; the other order takes a transposition.
     hidden=functools.partial(product, "bhqk,bkhd->bkqd"),
@@ -90,6 +93,16 @@ def _scores_gradient(query: Array, key: Array, grad: Array) -> tuple[Array, Arra
     return jnp.swapaxes(query_grad, 1, 2), jnp.transpose(key_grad, (0, 3, 1, 2))
 
 
+def _biased(scores: Array, bias: Array) -> Array:
+    return scores + bias
+
+
+def _biased_gradient(scores: Array, bias: Array, grad: Array) -> tuple[Array, Array]:
+    # As a product with ones: the CPU's own sum over the first axis of so large an array is far from memory's speed.
+    ones = jnp.ones((1, scores.shape[0]), grad.dtype)
+    return grad, jnp.reshape(ones @ jnp.reshape(grad, (scores.shape[0], -1)), bias.shape)
+
+
 def _mix(weights: Array, values: Array) -> Array:
     return jnp.swapaxes(_rows("bhqk,bhkd->bhqd", weights, jnp.swapaxes(values, 1, 2)), 1, 2)
 
@@ -122,6 +135,7 @@ def _readout_gradient(weights: Array, hidden: Array, grad: Array) -> tuple[Array
 
 ROW_MAJOR = Products(
     scores=_with_gradient(_scores, _scores_gradient),
+    biased=_with_gradient(_biased, _biased_gradient),
     mix=_with_gradient(_mix, _mix_gradient),
     hidden=_with_gradient(_hidden, _hidden_gradient),
     readout=_with_gradient(_readout, _readout_gradient),

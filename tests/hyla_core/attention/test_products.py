@@ -9,7 +9,13 @@ from hyla_core.attention.products import EINSUM, ROW_MAJOR, Products, fastest
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 3, 5, 7, 4
 QUERY, KEY = (BATCH, QUERIES, HEADS, DIM), (BATCH, KEYS, HEADS, DIM)
 WEIGHTS, HIDDEN = (BATCH, HEADS, QUERIES, KEYS), (BATCH, KEYS, QUERIES, DIM)
-FACTORS = {"scores": (QUERY, KEY), "mix": (WEIGHTS, KEY), "hidden": (WEIGHTS, KEY), "readout": (WEIGHTS, HIDDEN)}
+FACTORS = {
+    "scores": (QUERY, KEY),
+    "biased": (WEIGHTS, (1, HEADS, QUERIES, KEYS)),
+    "mix": (WEIGHTS, KEY),
+    "hidden": (WEIGHTS, KEY),
+    "readout": (WEIGHTS, HIDDEN),
+}
 
 
 def draw(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
