@@ -506,6 +506,8 @@ class _Driver:
                 self._trained.add(trial.trial_id)
             elif status != "failed" and outcome.error is not None:
                 self._not_trained[trial.trial_id] = outcome.error
+        work = {} if outcome.work is None else outcome.work._asdict()
+        self._view.event("pack_ended", pack_id=pack.pack_id, **work)
         if any(status in DONE for status in outcome.statuses.values()):
             self._any_result = True
         elif outcome.error is not None:

@@ -8,9 +8,11 @@ so that what JAX reads from the environment can be set before it is imported.
 import contextlib
 import errno
 import functools
+import json
 import math
 import os
 import resource
+import socket
 import stat
 import sys
 import tempfile
@@ -55,11 +57,35 @@ class PackJob(NamedTuple):
     retry: frozenset[str] = frozenset()  # trials to train again although the store has a result
 
 
+class PackWork(NamedTuple):
+    """What a pack cost its worker."""
+
+    worker: str  # host:pid
+    wall_s: float  # all of `run_pack`
+    cpu_s: float  # the same in processor time, all threads of the process together
+    train_s: float  # of that in the training itself: compilation and what is written to the store aside
+    compile_s: float
+    num_compiled: int  # training steps that were compiled
+    num_loaded: int  # training steps that came compiled from the machine's cache
+
+
 class PackOutcome(NamedTuple):
     """How a pack ended. What happened is in the store; this says it to the driver without a look there."""
 
     statuses: dict[str, str]  # trial_id → finished, diverged, failed, interrupted; `left` where nothing was done
     error: str | None = None  # one line: of the failed trials, or why the pack could not be worked on
+    work: PackWork | None = None  # None where nothing was trained
+
+    def to_json(self) -> str:
+        """As text; `from_json` is the way back."""
+        return json.dumps({**self._asdict(), "work": None if self.work is None else self.work._asdict()})
+
+    @classmethod
+    def from_json(cls, text: str) -> "PackOutcome":
+        """The outcome that `to_json` wrote."""
+        fields = json.loads(text)
+        work = fields.pop("work")
+        return cls(**fields, work=None if work is None else PackWork(**work))
 
 
 def run_pack(pack: Pack, job: PackJob, should_stop: Callable[[], bool] = lambda: False) -> PackOutcome:
@@ -153,8 +179,11 @@ class _PackRun:
         self._statuses = {trial.trial_id: "left" for trial in pack.trials}
         self._configs: dict[str, TrainConfig] = {}  # of the trials that were claimed
         self._writers: dict[str, AttemptWriter] = {}  # of those that have not ended
+        self._begun = (time.perf_counter(), time.process_time())
         self._started = time.perf_counter()
         self._compile_s = 0.0
+        self._written_s = 0.0  # spent in `_take`
+        self._work: PackWork | None = None
 
     def run(self) -> PackOutcome:
         """Trains what can be claimed."""
@@ -169,7 +198,7 @@ class _PackRun:
             while True:
                 try:
                     self._train(resume_from)
-                    return PackOutcome(self._statuses)
+                    return PackOutcome(self._statuses, work=self._measured())
                 except DamagedCheckpoint as error:
                     # Its bytes are whole, but of another training: code changed that should have raised
                     # RESULTS_VERSION. The others of the pack go on from theirs.
@@ -184,9 +213,11 @@ class _PackRun:
             self._writers.clear()
 
     def _train(self, resume_from: "Mapping[str, bytes | Path]") -> None:
-        from hyla_core.train import train
+        from hyla_core.train import num_compilations, num_loaded, train
 
+        compiled, loaded = num_compilations(), num_loaded()
         self._started = time.perf_counter()
+        self._written_s = 0.0
         train(
             list(self._configs.values()),
             self._take,
@@ -195,6 +226,23 @@ class _PackRun:
             should_stop=self._stopping,
             final_checkpoints=self._job.keep_checkpoints,
             model_parallel=self._job.model_parallel,
+        )
+        loaded = num_loaded() - loaded
+        self._work = PackWork(
+            worker=f"{socket.gethostname()}:{os.getpid()}",
+            wall_s=0.0,
+            cpu_s=0.0,
+            train_s=time.perf_counter() - self._started - self._compile_s - self._written_s,
+            compile_s=self._compile_s,
+            num_compiled=num_compilations() - compiled - loaded,
+            num_loaded=loaded,
+        )
+
+    def _measured(self) -> PackWork | None:
+        """What the pack has cost until now."""
+        wall, cpu = self._begun
+        return self._work and self._work._replace(
+            wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu
         )
 
     def _start_afresh(self, trial_id: str) -> None:
@@ -241,6 +289,7 @@ class _PackRun:
 
     def _take(self, report: "Report") -> None:
         """Writes what `train` reports: rows, then the checkpoints that rely on them, then the ends of members."""
+        started = time.perf_counter()
         self._compile_s = report.compile_s
         for row in report.rows:
             self._writers[row.trial_id].add([(row.step, row.split, row.metric, row.value)])
@@ -258,6 +307,7 @@ class _PackRun:
                 self._end(member.trial_id, member.status, member.step, why)
                 if member.status in FINAL and not self._job.keep_checkpoints:
                     self._store.clear_checkpoints(member.trial_id)
+        self._written_s += time.perf_counter() - started
 
     def _save(self, member: "MemberProgress", data: "bytes | ShardedState") -> None:
         """Saves a checkpoint, unless the rows before it cannot be written: a resumed run would not repeat them."""
