@@ -9,8 +9,8 @@ left behind:
   worker compiled and how many it found compiled; imports and start-up; the share of the driver.
 - alone: the plain way. The same trials one after another, each in a process of its own that imports, compiles and
   trains, and keeps nothing. Two trials of each shape are run: a short training, which compiles, and a long one of
-  another process, which finds the program in the cache. The other trials of a shape are taken to cost as much as the one of
-  their length, the short ones without the compilation. `--all` runs every trial instead.
+  another process, which finds the program in the cache. The other trials of a shape are taken to cost as much as the
+  one of their length, the short ones without the compilation. `--all` runs every trial instead.
 - steps: 2,000 trials of one step of the smallest model, through all of it: spec, packs, Ray Tune, training, store. What
   is left of the time beside training, a pack and a trial; the driver's processor time and memory a pack. It is counted
   from the moment at which every worker has done its first pack, so that start-up and compilation stand apart.
@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, and writes what it found."""
     parser = argparse.ArgumentParser(description="Measures what a sweep costs beside training.", allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="a few trials, to see that it works")
-    parser.add_argument("--only", choices=MEASUREMENTS, action="append", help="this measurement alone (may be repeated)")
+    parser.add_argument(
+        "--only", choices=MEASUREMENTS, action="append", help="this measurement alone (may be repeated)"
+    )
     parser.add_argument("--all", action="store_true", help="run every trial alone, not two of each shape")
     parser.add_argument("--out", metavar="FILE", help="where the numbers go; default: benchmarks/results/sweeps.json")
     parser.add_argument("--json", action="store_true", help="print JSON, one object a line, instead of text")
@@ -87,7 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({"measurement": name, **result[name]}), flush=True)
     if {"mini", "alone"} <= result.keys():
         result["times_faster"] = round(result["alone"]["wall_s"] / result["mini"]["wall_s"], 2)
-        print(json.dumps({"times_faster": result["times_faster"]}) if args.json else f"times faster: {result['times_faster']}")
+        print(
+            json.dumps({"times_faster": result["times_faster"]})
+            if args.json
+            else f"times faster: {result['times_faster']}"
+        )
     out = Path(args.out) if args.out else ROOT / "benchmarks" / "results" / "sweeps.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n")
@@ -96,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def text(numbers: Mapping[str, Any]) -> str:
     """Numbers in one line."""
-    return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in numbers.items())
+    return ", ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in numbers.items()
+    )
 
 
 # ------------------------------------------------------------------------------------------------- whole runs
