@@ -76,8 +76,8 @@ def encode(
       table: trials, metrics or sweeps.
       rows: its rows.
       replaces: of a compacted file: names of the files whose rows these are.
-      row: of a part of the trials table: its one row as Python has it, where the caller does: Arrow takes a while to give
-        it back.
+      row: of a part of the trials table: its one row as Python has it, where the caller does: Arrow takes a while to
+        give it back.
     """
     sink = pa.BufferOutputStream()
     # A trials row is many columns of one value each, where statistics and dictionaries only cost.
