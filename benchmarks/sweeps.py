@@ -8,9 +8,10 @@ left behind:
 - mini: `python -m sweeps run sweeps/scaling.yaml --tiny` as users run it. Its wall time; how many training steps each
   worker compiled and how many it found compiled; imports and start-up; the share of the driver.
 - alone: the plain way. The same trials one after another, each in a process of its own that imports, compiles and
-  trains, and keeps nothing. Two trials of each shape are run: a short training, which compiles, and a long one of
-  another process, which finds the program in the cache. The other trials of a shape are taken to cost as much as the
-  one of their length, the short ones without the compilation. `--all` runs every trial instead.
+  trains, and keeps nothing. One long training of each shape is run, which compiles, and for every fourth shape another
+  one, which finds the program in the cache. The other trials of a shape are taken to cost as much, but to find their
+  programs, and in the short ones a step and an evaluation to take as much less as there are fewer steps. `--all` runs
+  every trial instead.
 - steps: 2,000 trials of one step of the smallest model, through all of it: spec, packs, Ray Tune, training, store. What
   is left of the time beside training, a pack and a trial; the driver's processor time and memory a pack. It is counted
   from the moment at which every worker has done its first pack, so that start-up and compilation stand apart.
@@ -30,7 +31,9 @@ if __name__ == "__main__" and not __package__:
 import argparse
 import json
 import os
+import resource
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
@@ -46,7 +49,16 @@ MEASUREMENTS = ("mini", "alone", "steps")
 
 NUM_STEPS_TRIALS = 2000
 QUICK_TRIALS = 60
-QUICK = ["axes.model.attention=[softmax]", "axes.model.width=[1]", "axes.model.depth=[1]", "data.num_train=2560"]
+WARM_EVERY = 4
+"""Of every so many shapes, one is run once more, with its program in the cache."""
+
+QUICK = [
+    "axes.optim.warmup_steps=[2]",
+    "axes.model.attention=[softmax]",
+    "axes.model.width=[1]",
+    "axes.model.depth=[1]",
+    "data.num_train=2560",
+]
 """Makes the mini sweep one of a single shape."""
 
 ONE_STEP = """\
@@ -67,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", choices=MEASUREMENTS, action="append", help="this measurement alone (may be repeated)"
     )
-    parser.add_argument("--all", action="store_true", help="run every trial alone, not two of each shape")
+    parser.add_argument("--all", action="store_true", help="run every trial alone, not one of each shape")
     parser.add_argument("--out", metavar="FILE", help="where the numbers go; default: benchmarks/results/sweeps.json")
     parser.add_argument("--json", action="store_true", help="print JSON, one object a line, instead of text")
     parser.add_argument("--trial", metavar="INDEX", type=int, help=argparse.SUPPRESS)
@@ -280,7 +292,7 @@ def alone(quick: bool, *, every: bool) -> dict[str, Any]:
 
     Args:
       quick: those of one shape.
-      every: all of them; else two of each shape, and the rest by calculation.
+      every: all of them; else one of each shape and some more, and the rest by calculation.
     """
     from sweeps.packs import shape_key
 
@@ -288,28 +300,41 @@ def alone(quick: bool, *, every: bool) -> dict[str, Any]:
     for index, trial in enumerate(_trials(quick)):
         by_length = shapes.setdefault(shape_key(trial.config), {})
         by_length.setdefault(trial.config.data.num_steps, []).append(index)
-    wall_s, ran = 0.0, []
+    wall_s, cpu_s, ran = 0.0, 0.0, []
     with _fresh() as (_, environment):
 
         def run(index: int) -> dict[str, float]:
             command = [sys.executable, str(Path(__file__).resolve()), "--trial", str(index), *["--quick"] * quick]
-            started = time.perf_counter()
+            started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment, cwd=ROOT)
-            ran.append({"index": index, **json.loads(done.stdout), "wall_s": time.perf_counter() - started})
+            wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            ran.append({"index": index, **json.loads(done.stdout), "wall_s": wall, "cpu_s": cpu})
             return ran[-1]
 
-        for by_length in shapes.values():
+        found_s: list[tuple[float, float]] = []
+        for number, by_length in enumerate(shapes.values()):
             lengths = sorted(by_length)
             if every:
-                wall_s += sum(run(index)["wall_s"] for length in lengths for index in by_length[length])
+                own = [run(index) for length in lengths for index in by_length[length]]
+                wall_s, cpu_s = wall_s + sum(one["wall_s"] for one in own), cpu_s + sum(one["cpu_s"] for one in own)
                 continue
-            cold = run(by_length[lengths[0]][0])
-            warm = run(by_length[lengths[-1]][0])
-            saved = cold["compile_s"] - warm["compile_s"]
-            wall_s += cold["wall_s"] + (len(by_length[lengths[0]]) - 1) * (cold["wall_s"] - saved)
-            wall_s += warm["wall_s"] * sum(len(by_length[length]) for length in lengths[1:])
+            cold = run(by_length[lengths[-1]][0])
+            if number % WARM_EVERY == 0:
+                warm = run(by_length[lengths[-1]][-1])
+                found_s.append((warm["compile_s"], warm["compile_cpu_s"]))
+            wall_s, cpu_s = wall_s + cold["wall_s"], cpu_s + cold["cpu_s"]
+            for length in lengths:
+                # An evaluation does not get shorter with the training: this makes the short ones too cheap, if anything.
+                less = 1 - length / lengths[-1]
+                others = len(by_length[length]) - (length == lengths[-1])
+                saved = cold["compile_s"] - statistics.mean(wall for wall, _ in found_s)
+                wall_s += others * (cold["wall_s"] - saved - less * cold["train_s"])
+                saved = cold["compile_cpu_s"] - statistics.mean(cpu for _, cpu in found_s)
+                cpu_s += others * (cold["cpu_s"] - saved - less * cold["train_cpu_s"])
     return {
         "wall_s": round(wall_s, 2),
+        "cpu_s": round(cpu_s, 2),
         "trials": sum(len(indices) for by_length in shapes.values() for indices in by_length.values()),
         "ran": len(ran),
         "ran_s": round(sum(one["wall_s"] for one in ran), 2),
@@ -325,15 +350,24 @@ def train_alone(index: int, quick: bool) -> dict[str, float]:
 
     imported = time.perf_counter()
     config = _trials(quick)[index].config
-    compile_s = [0.0]
+    compiled: list[tuple[float, float]] = []
 
     def take(report: Report) -> None:
-        compile_s[0] = report.compile_s
+        compiled.append((report.compile_s, time.process_time()))
 
-    begun = time.perf_counter()
+    begun, begun_cpu = time.perf_counter(), time.process_time()
     train([config], take, cadence=Cadence(num_logs=20, num_evals=2))
-    train_s = time.perf_counter() - begun - compile_s[0]
-    return {"import_s": imported - started, "compile_s": compile_s[0], "train_s": train_s}
+    wall, cpu = time.perf_counter() - begun, time.process_time() - begun_cpu
+    compile_s = compiled[0][0]
+    # The first report comes after one step.
+    compile_cpu_s = compiled[0][1] - begun_cpu
+    return {
+        "import_s": imported - started,
+        "compile_s": compile_s,
+        "compile_cpu_s": compile_cpu_s,
+        "train_s": wall - compile_s,
+        "train_cpu_s": cpu - compile_cpu_s,
+    }
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ FEED_BYTES = 2**23
 """Size of the examples that one call of a program is fed with, of one member, where the host reads them."""
 MAX_FEED_STEPS = 64
 """Steps that one call of a program is fed for, at most."""
-PROGRAMS_KEPT = 4
-"""Compiled programs that a process keeps; the one used least recently goes first."""
+PROGRAMS_KEPT = 16
+"""Compiled programs that a process keeps; the one used least recently goes first. See also `drop_programs`."""
 
 PACK_RTOL, PACK_ATOL = 5e-3, 2e-2
 """How far a member's rows may be from those of the same training alone, over the first 200 steps.
@@ -198,7 +198,16 @@ def restore_params(config: TrainConfig, data: bytes | Path | ShardedState) -> tu
 
 def num_compilations() -> int:
     """Programs that this process has compiled so far, those that it found compiled included."""
-    return _program.cache_info().misses
+    return _program.num_made
+
+
+def drop_programs(is_done: Callable[[TrainConfig], bool]) -> None:
+    """Gives up compiled programs that will not be needed again, and their memory.
+
+    Args:
+      is_done: of the `program_shape` of one.
+    """
+    _program.drop(is_done)
 
 
 def num_loaded() -> int:
@@ -315,7 +324,9 @@ class _Program:
         if self._mesh is not None:
             return self.take_states(self._init_compiled(self.place_members(members)))
         number = members.num_train.shape[0]
-        return jax.device_get([self._init_compiled(_unstack(members, i)) for i in range(number)])
+        # On the host, as from `device_get`, which takes its time where there are many small arrays.
+        made = [self._init_compiled(_unstack(members, i)) for i in range(number)]
+        return jax.tree.map(np.asarray, made)
 
     def _on_members(self, function: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
         """A function of all members that each device of the axis `members` applies to its own, sending nothing."""
@@ -531,9 +542,36 @@ class _Program:
         return functools.reduce(jax.random.fold_in, streams, seed_rng(seed))
 
 
-@functools.lru_cache(maxsize=PROGRAMS_KEPT)
-def _program(shape: TrainConfig, num_members: int, mesh: Mesh | None = None) -> _Program:
-    return _Program(shape, num_members, mesh)
+class _Programs:
+    """Makes programs, and keeps those used last.
+
+    Attributes:
+      num_made: so far.
+    """
+
+    def __init__(self, make: Callable[[TrainConfig, int, Mesh | None], _Program], num_kept: int = PROGRAMS_KEPT):
+        self._make, self._num_kept = make, num_kept
+        self._kept: dict[tuple[TrainConfig, int, Mesh | None], _Program] = {}  # the one used last is the last
+        self.num_made = 0
+
+    def __call__(self, shape: TrainConfig, num_members: int, mesh: Mesh | None = None) -> _Program:
+        key = (shape, num_members, mesh)
+        if key in self._kept:
+            self._kept[key] = self._kept.pop(key)
+        else:
+            self.num_made += 1
+            # Room comes first: at no time are there more than that.
+            while len(self._kept) >= self._num_kept:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = self._make(shape, num_members, mesh)
+        return self._kept[key]
+
+    def drop(self, is_done: Callable[[TrainConfig], bool] = lambda shape: True) -> None:
+        """Keeps no programs of these shapes; of none where nothing is said."""
+        self._kept = {key: program for key, program in self._kept.items() if not is_done(key[0])}
+
+
+_program = _Programs(_Program)
 
 
 _MEMBERS = P("members")
@@ -846,7 +884,8 @@ class _Run:
             self._take_in(level, step, result)
             rows = self._rows(level, step, result, state.params)
             self._report(rows, self._due_checkpoints(level, state))
-        self._keep(level, state)
+        if any(self._status[i] == RUNNING for i in level):
+            self._keep(level, state)
 
     def _take_in(self, level: Sequence[int], step: int, result: _ChunkResult) -> None:
         for i in level:

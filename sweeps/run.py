@@ -401,13 +401,15 @@ def _train_with_ray(
 
 def _train_here(packs: Sequence[Pack], job: "PackJob", request: _Request, driver: "_Driver", stop: Stop) -> None:
     """Trains packs one after another in this process."""
-    from sweeps.cluster.trainable import run_pack
+    from sweeps.cluster.trainable import drop_programs, last_of_shapes, run_pack
 
-    for pack in packs:
+    last = last_of_shapes(packs)
+    for index, pack in enumerate(packs):
         if stop.requested:
             return
         driver.pack_started(pack)
         driver.pack_ended(pack, run_pack(pack, job, should_stop=lambda: stop.requested))
+        drop_programs(last, index)
 
 
 class _Driver:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hyla_core import counts
 from hyla_core.config import Cadence, TrainConfig
 from sweeps import provenance
-from sweeps.packs import Pack
+from sweeps.packs import Pack, shape_key
 from sweeps.spec import Resources
 from sweeps.store import FINAL, AttemptWriter, Beginning, Ending, Store, StoreError, seal_all
 from sweeps.store.schema import DISK_FULL, OUT_OF_MEMORY
@@ -111,6 +111,23 @@ def run_pack(pack: Pack, job: PackJob, should_stop: Callable[[], bool] = lambda:
     except Exception as error:
         # Nothing has been trained: the store cannot be reached, or an import failed. That is no result of a trial.
         return PackOutcome(left, one_line(error))
+
+
+def last_of_shapes(packs: Sequence[Pack]) -> dict[str, int]:
+    """For each shape that a run trains, by its `shape_key`, the index of its last pack."""
+    return {shape_key(pack.trials[0].config): index for index, pack in enumerate(packs)}
+
+
+def drop_programs(last: Mapping[str, int], index: int) -> None:
+    """Gives up what this worker has compiled for shapes that are done.
+
+    Args:
+      last: from `last_of_shapes`; packs start in their order.
+      index: of the pack that this worker has just ended.
+    """
+    # A worker whose packs had nothing to train has not imported it.
+    if (train := sys.modules.get("hyla_core.train")) is not None:
+        train.drop_programs(lambda shape: last.get(shape_key(shape), -1) <= index)
 
 
 def prepare_jax(resources: Resources) -> None:

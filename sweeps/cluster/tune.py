@@ -13,13 +13,13 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
 from sweeps import provenance
 from sweeps.cluster import machine
-from sweeps.cluster.trainable import PackJob, PackOutcome, run_pack
+from sweeps.cluster.trainable import PackJob, PackOutcome, drop_programs, last_of_shapes, run_pack
 from sweeps.packs import Pack
 from sweeps.spec import Resources
 from sweeps.stopping import Stop
@@ -417,13 +417,16 @@ def _fit(
             if stop.overdue:
                 raise _Overdue
 
-    def train_pack(config: dict[str, int], packs: Sequence[Pack], job: PackJob) -> dict[str, str]:
+    def train_pack(
+        config: dict[str, int], packs: Sequence[Pack], job: PackJob, last: Mapping[str, int]
+    ) -> dict[str, str]:
         outcome = run_pack(packs[config["pack"]], job)
+        drop_programs(last, config["pack"])
         return {"outcome": outcome.to_json()}
 
     bundle = {kind: count for kind, count in _request(resources).items() if count}
     trainable = tune.with_resources(
-        tune.with_parameters(train_pack, packs=tuple(packs), job=job),
+        tune.with_parameters(train_pack, packs=tuple(packs), job=job, last=last_of_shapes(packs)),
         tune.PlacementGroupFactory([bundle or {"CPU": 0.0}]),
     )
     tuner = tune.Tuner(

@@ -6,13 +6,14 @@ Paths are relative to the store and use "/", such as `metrics/ab12-1.parquet`. E
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import shutil
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -240,8 +241,13 @@ class LocalPlace(Place):
                 os.fsync(file.fileno())
 
         try:
-            with ThreadPoolExecutor(min(_MAX_WRITERS, max(1, len(files)))) as pool:
-                list(pool.map(write, temporaries, files.values()))
+            # All are waited for, the failed ones too: none may be written once it is given up.
+            pending = [
+                _writers(os.getpid()).submit(write, *item) for item in zip(temporaries, files.values(), strict=True)
+            ]
+            wait(pending)
+            for written in pending:
+                written.result()
             for temporary, target in zip(temporaries, targets, strict=True):
                 temporary.replace(target)
         except BaseException:
@@ -364,6 +370,12 @@ def one_line(error: BaseException) -> str:
         return error.strerror
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+@functools.lru_cache(maxsize=1)
+def _writers(pid: int) -> ThreadPoolExecutor:
+    """The threads of this process, kept: starting them took longer than what they do. A forked child has none."""
+    return ThreadPoolExecutor(_MAX_WRITERS, thread_name_prefix=f"hyla-store-writer-{pid}")
 
 
 def _temporary(target: Path) -> Path:

@@ -76,7 +76,7 @@ def compare_layouts() -> dict[str, Any]:
             configs = [config(attention, seed) for seed in range(num_members)]
             arguments = {"devices": jax.devices()[:num_devices], "model_parallel": model_parallel}
             alone, _ = run(configs, devices=jax.devices()[:1])
-            train._program.cache_clear()
+            train._program.drop()
             programs: list[train._Program] = []
             together, _ = run(configs, **arguments)
             shape = layout(configs[0], num_members, num_devices, model_parallel=model_parallel)

@@ -77,9 +77,9 @@ def quick_programs():
     compile_fully = jax.stages.Lowered.compile
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.stages.Lowered, "compile", lambda self, _=None: compile_fully(self, known_options()))
-        train._program.cache_clear()
+        train._program.drop()
         yield patch
-        train._program.cache_clear()
+        train._program.drop()
 
 
 @pytest.fixture
@@ -87,9 +87,9 @@ def fully_compiled(quick_programs):
     """Undoes `quick_programs` for one test."""
     quick = jax.stages.Lowered.compile
     quick_programs.undo()
-    train._program.cache_clear()
+    train._program.drop()
     yield
-    train._program.cache_clear()
+    train._program.drop()
     quick_programs.setattr(jax.stages.Lowered, "compile", quick)
 
 
@@ -345,7 +345,7 @@ def test_compilation_is_timed_apart(monkeypatch):
         time.sleep(0.2)
         return program
 
-    monkeypatch.setattr(train, "_program", functools.lru_cache(compile_slowly))
+    monkeypatch.setattr(train, "_program", train._Programs(compile_slowly))
     first, second = run([make_config()]), run([make_config(peak_lr=1e-3)])
     assert train.num_compilations() == 1
     assert all(report.compile_s == first.reports[0].compile_s > 0.2 for report in first.reports)
@@ -419,7 +419,7 @@ def test_members_side_by_side_learn_what_they_learn_alone_within_the_tolerance(m
     ]
     alone = [row for config in pack for row in run([config]).rows]
     monkeypatch.setattr(train, "_takes_turns", lambda: False)
-    monkeypatch.setattr(train, "_program", functools.lru_cache(train._Program))
+    monkeypatch.setattr(train, "_program", train._Programs(train._Program))
     recorder = run(pack)
     together = [row for config in pack for row in recorder.rows_of(config)]
     assert [row[:-1] for row in together] == [row[:-1] for row in alone]
@@ -467,9 +467,9 @@ def test_programs_that_are_dropped_are_freed(monkeypatch):
         return len(jax.devices()[0].client.live_executables())
 
     shape = train.program_shape(make_config())
-    kept = functools.lru_cache(maxsize=1)(train._Program)
+    kept = train._Programs(train._Program, 1)
     before = num_executables()
     kept(shape, 1)
     assert num_executables() >= before + 3
-    kept.cache_clear()
+    kept.drop()
     assert num_executables() == before

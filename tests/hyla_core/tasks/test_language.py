@@ -29,9 +29,9 @@ def text(tmp_path_factory):
         # Compiled with little optimisation: that is where the time goes.
         fully = jax.stages.Lowered.compile
         patch.setattr(jax.stages.Lowered, "compile", lambda self, _=None: fully(self, known_options()))
-        train._program.cache_clear()
+        train._program.drop()
         yield str(folder / "text.txt")
-        train._program.cache_clear()
+        train._program.drop()
 
 
 def language_config(text: str, **fields) -> LanguageConfig:
@@ -231,10 +231,10 @@ def test_a_member_with_seeds_of_its_own_learns_what_it_learns_alone(pack, unbrok
 
 def test_rows_do_not_depend_on_how_much_is_fed_at_once(pack, unbroken, monkeypatch):
     monkeypatch.setattr(train, "MAX_FEED_STEPS", 2)
-    train._program.cache_clear()
+    train._program.drop()
     rows = run(pack)
     assert train.num_compilations() == 1
-    train._program.cache_clear()
+    train._program.drop()
     for config in pack:
         for ours, theirs in zip(rows.rows(config), unbroken.rows(config), strict=True):
             assert ours._replace(value=0) == theirs._replace(value=0)
@@ -246,10 +246,10 @@ def test_rows_do_not_depend_on_the_pieces_of_a_batch(text, monkeypatch):
     config = train_config(text, task={"sequences": "per_document"})
     whole = run([config]).rows(config)
     monkeypatch.setattr(microbatch, "CACHE_BYTES", 1)
-    train._program.cache_clear()
+    train._program.drop()
     assert microbatch.num_pieces(config) == 8
     pieces = run([config]).rows(config)
-    train._program.cache_clear()
+    train._program.drop()
     for ours, theirs in zip(pieces, whole, strict=True):
         assert ours._replace(value=0) == theirs._replace(value=0)
         assert ours.value == pytest.approx(theirs.value, rel=1e-4)
