@@ -325,7 +325,7 @@ def alone(quick: bool, *, every: bool) -> dict[str, Any]:
                 found_s.append((warm["compile_s"], warm["compile_cpu_s"]))
             wall_s, cpu_s = wall_s + cold["wall_s"], cpu_s + cold["cpu_s"]
             for length in lengths:
-                # An evaluation does not get shorter with the training: this makes the short ones too cheap, if anything.
+                # An evaluation does not get shorter with the training, so this makes short ones too cheap, if anything.
                 less = 1 - length / lengths[-1]
                 others = len(by_length[length]) - (length == lengths[-1])
                 saved = cold["compile_s"] - statistics.mean(wall for wall, _ in found_s)

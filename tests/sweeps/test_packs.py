@@ -10,8 +10,8 @@ import sweeps
 from hyla_core.config import MEMBER_FIELDS, TrainConfig
 from hyla_core.counts import step_memory_bytes
 from sweeps.expand import TrialSpec, expand
-from sweeps.packs import Pack, make_packs, shape_key, trial_flops
-from sweeps.spec import load_sweep
+from sweeps.packs import Pack, make_packs, shape_key, short_pack_size, trial_flops
+from sweeps.spec import Resources, load_sweep
 
 SCALING = Path(sweeps.__file__).parent / "scaling.yaml"
 
@@ -123,3 +123,28 @@ def test_members_that_take_turns_share_their_room(trials: list[TrialSpec]) -> No
 
 def test_with_memory_for_all_packs_are_as_without_a_limit(trials: list[TrialSpec]) -> None:
     assert make_packs(trials, 8, 10**15) == make_packs(trials, 8)
+
+
+def short_trials(num_trials: int, num_steps: int = 1) -> list[TrialSpec]:
+    overrides = [f"axes.seed={list(range(num_trials))}", f"data.num_steps={num_steps}"]
+    overrides += ["axes.model.attention=[softmax]", "axes.model.width=[1]", "axes.model.depth=[1]"]
+    overrides += ["axes.data.train_fraction=[1.0]", "axes.optim.warmup_steps=[0]"]
+    return expand(load_sweep(SCALING, tiny=True, overrides=overrides))
+
+
+def test_many_short_trainings_share_larger_packs_and_leave_enough_of_them() -> None:
+    def sizes(trials: list[TrialSpec]) -> Counter[int]:
+        return Counter(len(pack.trials) for pack in make_packs(trials, 4, short_pack_size=16))
+
+    assert sizes(short_trials(320)) == {16: 20}
+    assert sizes(short_trials(96)) == {6: 16}  # sixteen packs are left to be shared
+    assert sizes(short_trials(40)) == {4: 10}
+    assert sizes(short_trials(320, num_steps=480)) == {4: 80}  # not short
+    assert {len(pack.trials) for pack in make_packs(short_trials(320), 4)} == {4}
+    assert {len(pack.trials) for pack in make_packs(short_trials(320), 24, short_pack_size=16)} <= {22, 23, 24}
+    assert {len(pack.trials) for pack in make_packs(short_trials(320), 4, 0, short_pack_size=16)} == {1}
+
+
+def test_packs_of_short_trainings_are_larger_on_cores_alone() -> None:
+    assert short_pack_size(Resources(cpu=1)) == 16
+    assert short_pack_size(Resources(cpu=1, gpu=1)) is None

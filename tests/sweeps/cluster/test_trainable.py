@@ -2,7 +2,11 @@
 
 import errno
 import os
+import pickle
 import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import jax
@@ -11,6 +15,7 @@ import pytest
 from fake_training import FakeTrain, checkpoint, write_sweep
 
 from hyla_core import model
+from hyla_core import train as hyla_train
 from hyla_core.checkpoint import DamagedCheckpoint
 from hyla_core.config import Cadence, TrainConfig
 from hyla_core.tasks import make_task
@@ -20,7 +25,7 @@ from sweeps import provenance
 from sweeps.cluster import trainable
 from sweeps.cluster.trainable import PackJob, compilation_cache, describe, prepare_jax, run_pack
 from sweeps.expand import expand
-from sweeps.packs import Pack, make_packs
+from sweeps.packs import Pack, make_packs, shape_key
 from sweeps.spec import Resources, load_sweep
 from sweeps.store import AttemptWriter, Store, StoreError, equal_tables
 from sweeps.store.places import LocalPlace
@@ -397,3 +402,59 @@ def test_what_a_finished_trial_has_learnt_can_be_restored_from_the_store(pack, j
     values = task.metrics(model.apply(config, params, batch.inputs), batch)
     measured = store.final_metrics(splits=["valid"], metrics=["loss"]).query("trial_id == @trial_id")["value"]
     assert float(np.mean(values["loss"])) == pytest.approx(measured.item(), rel=1e-4)
+
+
+def test_an_outcome_travels_as_text():
+    work = trainable.PackWork("host:7", 2.0, 1.5, 1.0, 0.5, 1, 0)
+    outcome = trainable.PackOutcome({"a": "finished", "b": "left"}, "an error", work)
+    assert trainable.PackOutcome.from_json(outcome.to_json()) == outcome
+    assert trainable.PackOutcome.from_json(trainable.PackOutcome({}).to_json()) == trainable.PackOutcome({})
+
+
+def test_compilations_grow_with_shapes_and_not_with_trials(tmp_path, store, job):
+    """Two shapes, each with packs of two lengths and seeds: four packs of two, and programs go with their shape."""
+    path = write_sweep(tmp_path)
+    overrides = ["axes.seed=[0,1]", "axes.optim.peak_lr=[1e-3]", "axes.data.num_steps=[20,30]"]
+    trials = expand(load_sweep(path, overrides=[*overrides, "axes.model.mlp_dim=[4,6]"]))
+    packs = make_packs(trials, 2)
+    shapes = [shape_key(pack.trials[0].config) for pack in packs]
+    assert [shapes.index(shape) for shape in shapes] == [0, 1, 0, 1]
+    last = trainable.last_of_shapes(packs)
+    hyla_train._program.drop()
+    compiled, kept = [], []
+    for index, pack in enumerate(packs):
+        work = run_pack(pack, job).work
+        assert work is not None
+        assert work.wall_s >= work.train_s > 0
+        compiled.append(work.num_compiled + work.num_loaded)
+        trainable.drop_programs(last, index)
+        kept.append(len(hyla_train._program._kept))
+    assert compiled == [1, 1, 0, 0]
+    assert kept == [1, 2, 1, 0]
+    assert set(store.finished()) == {trial.trial_id for trial in trials}
+
+
+def test_a_training_step_that_the_cache_holds_is_not_compiled_again(pack, job, tmp_path):
+    """In fresh processes, as workers are."""
+    code = """
+        import pickle, sys
+        from sweeps.cluster.trainable import run_pack
+        pack, job = pickle.loads(bytes.fromhex(sys.argv[1]))
+        work = run_pack(pack, job._replace(store=sys.argv[2])).work
+        print(work.num_compiled, work.num_loaded)
+    """
+    given = pickle.dumps((pack, job)).hex()
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+    environment |= {
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    counted = []
+    for name in ("a", "b"):
+        Store.create(tmp_path / name)
+        command = [sys.executable, "-c", textwrap.dedent(code), given, str(tmp_path / name)]
+        done = subprocess.run(
+            command, cwd=Path(__file__).parents[3], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
+        counted.append(done.stdout.split()[-2:])
+    assert counted == [["1", "0"], ["0", "1"]]

@@ -28,10 +28,13 @@ from sweeps.store import (
     SWEEPS,
     TRIALS,
     AttemptWriter,
+    Beginning,
+    Ending,
     Store,
     StoreError,
     equal_tables,
     is_config_column,
+    seal_all,
 )
 from sweeps.store import attempts as attempts_module
 from sweeps.store import claims as claims_module
@@ -720,6 +723,129 @@ def test_a_claim_that_a_listing_missed_is_noticed(store, monkeypatch):
     assert store.begin("t", CONFIG, {}, 0, 100, {}) is None
     assert [claim.attempt for claim in store.claims()] == [1]
     assert not writer.sealed
+
+
+def beginnings(*trial_ids: str) -> list[Beginning]:
+    return [Beginning(trial_id, CONFIG, 0, 100, {"num_params": 7}) for trial_id in trial_ids]
+
+
+def test_trials_begin_together_but_for_those_that_others_have(store):
+    other = begin(store, "b")
+    attempt(store, "c", "failed", [5])
+    begun = store.begin_all(beginnings("a", "b", "c"), {"run_id": "run"})
+    assert {id_: writer and writer.attempt for id_, writer in begun.items()} == {"a": 1, "b": None, "c": 2}
+    assert {id_: state.status for id_, state in store.statuses().items()} == dict.fromkeys("abc", "running")
+    assert store.trials(raw=True)[["trial_id", "attempt"]].to_numpy().tolist() == [
+        ["a", 1],
+        ["b", 1],
+        ["c", 1],
+        ["c", 2],
+    ]
+    assert not other.sealed
+
+
+def test_the_folders_are_looked_through_twice_however_many_trials_begin(store, monkeypatch):
+    looks = []
+    real = LocalPlace.names
+    monkeypatch.setattr(LocalPlace, "names", lambda self, *args: looks.append(args) or real(self, *args))
+    store.begin_all(beginnings(*"abcdefgh"), {"run_id": "run"})
+    assert sorted(looks) == sorted(2 * [("claims",), ("metrics",), ("trials",)])
+
+
+def test_no_claim_is_left_where_one_of_several_trials_cannot_begin(store, monkeypatch):
+    real = LocalPlace.write
+
+    def full_for_b(self, path, data, **options):
+        if path == "trials/b-1.parquet":
+            full_disk()
+        real(self, path, data, **options)
+
+    monkeypatch.setattr(LocalPlace, "write", full_for_b)
+    with pytest.raises(StoreError, match="trial a and 2 more can't be begun: No space left on device"):
+        store.begin_all(beginnings("a", "b", "c"), {"run_id": "run"})
+    assert store.claims() == []
+
+
+def test_statuses_of_some_trials_look_at_no_other_part(store, monkeypatch):
+    for trial_id in ("a", "b", "c"):
+        attempt(store, trial_id, "finished", [1])
+    writer = begin(store, "d")
+    read = []
+    real = LocalPlace.read
+    monkeypatch.setattr(LocalPlace, "read", lambda self, path: read.append(path) or real(self, path))
+    fresh = Store.open(store.path)
+    assert {id_: state.status for id_, state in fresh.statuses({"b", "d", "e"}).items()} == {
+        "b": "finished", "d": "running",
+    }  # fmt: skip
+    assert set(read) == {"trials/b-1.parquet", "trials/d-1.parquet", "claims/d-1.json"}
+    assert len(fresh.statuses()) == 4
+    writer.seal("finished")
+
+
+def test_attempts_that_end_together_are_made_to_last_before_they_are_seen(store, monkeypatch):
+    """Every file is on the disk before it has its name, and all metrics have theirs before any row does."""
+    writers = list(store.begin_all(beginnings(*"abc"), {"run_id": "run"}).values())
+    for writer in writers:
+        writer.add([(100, "train", "loss", 1.0)])
+    happened = []
+    fsync, replace = os.fsync, Path.replace
+
+    def note_sync(descriptor):
+        name = Path(f"/proc/self/fd/{descriptor}").readlink()
+        happened.append(("last", name.name.split(".")[1] if name.is_file() else "", name.parent.name))
+        fsync(descriptor)
+
+    def note_name(self, target):
+        happened.append(("name", target.name.split(".")[0], target.parent.name))
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_name)
+    seal_all([Ending(writer, "finished", None, {"train_s": 1.0}) for writer in writers])
+    files = ["a-1", "b-1", "c-1"]
+    for table, events in (("metrics", happened[:7]), ("trials", happened[7:])):
+        assert sorted(events[:3]) == [("last", name, table) for name in files]
+        assert events[3:6] == [("name", name, table) for name in files]
+        assert events[6] == ("last", "", store.path.name)  # the folder itself
+    assert all(writer.sealed for writer in writers)
+    assert store.claims() == []
+    assert store.finished() == dict.fromkeys("abc", "finished")
+    assert store.metrics()["value"].tolist() == [1.0] * 3
+
+
+def test_attempts_that_cannot_end_together_end_one_by_one(store, monkeypatch):
+    writers = store.begin_all(beginnings(*"abc"), {"run_id": "run"})
+    real = LocalPlace.write
+
+    def full_for_b(self, path, data, **options):
+        if path == "trials/b-1.parquet":
+            full_disk()
+        real(self, path, data, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalPlace, "write_all", full_disk)
+        patch.setattr(LocalPlace, "write", full_for_b)
+        with pytest.raises(StoreError, match="the results of trial b can't be written: No space"):
+            seal_all([Ending(writer, "finished", None, {}) for writer in writers.values()])
+    assert {id_: writer.sealed for id_, writer in writers.items()} == {"a": True, "b": False, "c": False}
+    seal_all([Ending(writers[id_], "finished", None, {}) for id_ in ("b", "c")])
+    assert store.finished() == dict.fromkeys("abc", "finished")
+
+
+def test_files_of_which_one_cannot_be_written_leave_nothing_half_written(store, monkeypatch):
+    real = os.fsync
+    done = []
+
+    def full_once(descriptor):
+        done.append(descriptor)
+        if len(done) == 2:
+            full_disk()
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full_once)
+    with pytest.raises(OSError, match="No space"):
+        store.place.write_all({f"metrics/{name}.parquet": b"x" for name in "abcd"})
+    assert list((store.path / "metrics").iterdir()) == []
 
 
 RIVALS = """
