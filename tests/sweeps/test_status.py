@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ from fake_training import FakeTrain, write_sweep
 
 from sweeps.__main__ import main
 from sweeps.store import Store
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -142,3 +146,13 @@ def test_show_says_what_it_does_not_find(store, capsys):
     assert len(err) == 2
     assert "no trial has an id that starts with zzz" in err[0]
     assert "8 trials have" in err[1]
+
+
+def test_status_loads_neither_jax_nor_ray(store):
+    code = (
+        "import sys; from sweeps.__main__ import main; status = main(['status', sys.argv[1]]); "
+        "assert not {'ray', 'jax', 'flax'} & sys.modules.keys(), 'imported'; sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(store.path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("toy: 8 trials: ")

@@ -811,6 +811,7 @@ def test_attempts_that_end_together_are_made_to_last_before_they_are_seen(store,
     assert store.claims() == []
     assert store.finished() == dict.fromkeys("abc", "finished")
     assert store.metrics()["value"].tolist() == [1.0] * 3
+    assert store.trials()["num_metric_rows"].tolist() == [1] * 3
 
 
 def test_attempts_that_cannot_end_together_end_one_by_one(store, monkeypatch):
