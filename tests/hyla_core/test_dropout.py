@@ -36,7 +36,7 @@ def test_kept_tells_both_sides_of_the_limit_apart():
     bits = np.asarray(jax.random.bits(jax.random.key(7), shape))
     for place in (3, 1000, 65535):
         number = (int(bits.flat[place]) >> 9) / 2**23
-        for above in (number, number + 2**-24, number + 2**-23):
+        for above in (number, number + 2**-40, number + 2**-24, number + 2**-23):
             drawn = whole(jax.random.key(7), 1 - above, shape)
             np.testing.assert_array_equal(kept(jax.random.key(7), 1 - above, index_of(shape)), drawn)
 
