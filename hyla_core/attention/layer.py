@@ -9,8 +9,9 @@ import numpy as np
 from jax import Array
 
 from hyla_core.attention import blockwise, choice, normalize, values
+from hyla_core.attention.products import fastest
 from hyla_core.attention.variants import Variant
-from hyla_core.numerics import Dense, product
+from hyla_core.numerics import Dense
 from hyla_core.position import PositionBias
 
 
@@ -95,17 +96,17 @@ class Attention(nn.Module):
         if self.causal:
             causal = jnp.asarray(np.tri(seq_len, dtype=bool))[None, None]
             mask = causal if mask is None else mask & causal
-        scores = product("bqhd,bkhd->bhqk", query, key)
-        scores = scores / math.sqrt(self.qk_dim // self.num_heads)
+        products = fastest(self.dtype)
+        scores = products.scores(query, key) / math.sqrt(self.qk_dim // self.num_heads)
         if bias is not None:
-            scores = scores + bias.by_pair(seq_len)
+            scores = products.biased(scores, bias.by_pair(seq_len))
         self.sow("intermediates", "attn_scores", scores)
         weights = getattr(normalize, self.variant.normalize)(scores, mask)
         self.sow("intermediates", "attn_weights", weights)
         weights = nn.Dropout(self.dropout, broadcast_dims=(0, 1), name="Dropout_0")(
             weights, deterministic=deterministic
         )
-        return getattr(values, self.variant.values)(weights, value)
+        return getattr(values, self.variant.values)(weights, value, products)
 
     def _heads(self, name: str, dim: int) -> Dense:
         return Dense((self.num_heads, dim // self.num_heads), dtype=self.dtype, name=name)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hyla_core.attention import values
+from hyla_core.attention.products import EINSUM, ROW_MAJOR
 from hyla_core.attention.variants import VARIANTS
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 3, 5, 7, 4
@@ -45,20 +46,22 @@ def weights_and_values(network: str, seed: int = 0) -> tuple[np.ndarray, np.ndar
     return weights, rng.normal(size=(BATCH, KEYS, HEADS, NETWORKS[network] * DIM))
 
 
+@pytest.mark.parametrize("products", [EINSUM, ROW_MAJOR], ids=["einsum", "row_major"])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_value_network_follows_its_equation(network):
+def test_value_network_follows_its_equation(network, products):
     weights, value = weights_and_values(network)
-    ours = getattr(values, network)(weights.astype(np.float32), value.astype(np.float32))
+    ours = getattr(values, network)(weights.astype(np.float32), value.astype(np.float32), products)
     np.testing.assert_allclose(ours, by_loops(weights, value, network), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("products", [EINSUM, ROW_MAJOR], ids=["einsum", "row_major"])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_gradients_of_a_value_network_are_its_slopes(network):
+def test_gradients_of_a_value_network_are_its_slopes(network, products):
     point = weights_and_values(network)
     directions = weights_and_values(network, seed=1)
     cotangent = np.random.default_rng(2).normal(size=(BATCH, QUERIES, HEADS, DIM))
     as_float32 = [jnp.asarray(array, jnp.float32) for array in point]
-    _, pull_back = jax.vjp(getattr(values, network), *as_float32)
+    _, pull_back = jax.vjp(lambda *factors: getattr(values, network)(*factors, products), *as_float32)
     grads = pull_back(jnp.asarray(cotangent, jnp.float32))
     step = 1e-6
     for number in range(2):
