@@ -11,7 +11,6 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from hyla_core.attention.layer import Attention
@@ -42,7 +41,8 @@ class Block(nn.Module):
 
         Args:
           stream: [batch, seq, emb].
-          mask: broadcasts to [batch, heads, query, key]; true where the query may see the key.
+          mask: broadcasts to [batch, heads, query, key]; true where the query may see the key. The causal mask, if the
+            config asks for it, comes on top.
           deterministic: switches dropout off.
 
         Returns:
@@ -52,8 +52,9 @@ class Block(nn.Module):
         bias = None
         if c.relative_position:
             # As in the official code, a block without attention has a table too, which nothing trains.
-            bias = RelativePositionBias(c.num_heads, c.max_distance, name="relative_embedding")(stream.shape[1])
-            self.sow("intermediates", "attn_bias", bias)
+            bias = RelativePositionBias(c.num_heads, c.max_distance, name="relative_embedding")()
+            if self.is_mutable_collection("intermediates"):
+                self.sow("intermediates", "attn_bias", bias.by_pair(stream.shape[1]))
         feedforward = FEEDFORWARDS[c.feedforward](c.mlp_dim, c.dropout, self.dtype, name="state_mixer")
 
         def attend(inputs: Array) -> Array:
@@ -65,6 +66,7 @@ class Block(nn.Module):
                 c.attention_dropout,
                 c.normalize_qk,
                 self.dtype,
+                c.causal,
                 name="sequence_mixer",
             )
             mixed = attention(inputs, bias=bias, mask=mask, deterministic=deterministic)
@@ -122,9 +124,6 @@ class Transformer(nn.Module):
             stream = stream + sinusoidal_code(seq_len, c.emb_dim).astype(stream.dtype)
         stream = nn.Dropout(c.dropout)(stream, deterministic=deterministic)
 
-        if c.causal:
-            causal = jnp.asarray(np.tri(seq_len, dtype=bool))[None, None]
-            mask = causal if mask is None else mask & causal
         shared = Block(c, self.dtype, name="transformer_block") if c.share_layers else None
         for layer in range(c.num_layers):
             block = shared or Block(c, self.dtype, name=f"transformer_block_{layer}")
