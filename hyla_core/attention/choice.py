@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 from hyla_core.attention.variants import Variant
 
-MIN_SEQ_LEN = 256
-
 
 class Blocks(NamedTuple):
     """Sizes of a block of pairs, or numbers of something of each of its sides."""
@@ -14,14 +12,36 @@ class Blocks(NamedTuple):
     keys: int
 
 
+def min_seq_len(variant: Variant, backend: str) -> int:
+    """The shortest sequence that passes in blocks; of no account for variants that cannot.
+
+    On CPUs, from where on blocks were faster: with a hidden layer a step took half to three quarters of the time at 128
+    positions, without one as long at 256 (`benchmarks/blockwise.py` with one layer of 8 heads of 16 and of 64). Other
+    backends compute many pairs at once and were not measured. There it is the memory that decides: at 1,024 positions a
+    hidden layer of width 64 takes 256 MiB per example and layer.
+
+    Args:
+      variant: of attention.
+      backend: `cpu`, `gpu` or `tpu`, as JAX names them.
+    """
+    if backend != "cpu":
+        return 1024
+    return 128 if variant.num_hidden else 256
+
+
 def blocks(variant: Variant, seq_len: int, backend: str) -> Blocks | None:
     """The blocks in which attention is computed, or None where all pairs are computed at once.
+
+    Short sequences are one block, longer ones blocks of equal size: of up to 64 positions, with which a block's hidden
+    layer stays in a core's cache, or on other backends up to 128, as fewer steps follow each other.
 
     Args:
       variant: only those whose weights look at one pair at a time are computed in blocks.
       seq_len: number of positions.
-      backend: `cpu`, `gpu` or `tpu`, as JAX names them.
+      backend: as for `min_seq_len`.
     """
-    if not variant.is_pairwise or seq_len < MIN_SEQ_LEN:
+    if not variant.is_pairwise or seq_len < min_seq_len(variant, backend):
         return None
-    return Blocks(64, 64)
+    largest = 64 if backend == "cpu" and seq_len > 128 else 128
+    size = -(-seq_len // -(-seq_len // largest))
+    return Blocks(size, size)

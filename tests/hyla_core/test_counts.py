@@ -16,7 +16,7 @@ from model_cases import MODEL_OPTIONS, small_config
 
 import sweeps
 from hyla_core import train
-from hyla_core.attention import layer
+from hyla_core.attention import choice, layer
 from hyla_core.attention.products import EINSUM
 from hyla_core.attention.variants import VARIANTS
 from hyla_core.config import ModelConfig, TrainConfig
@@ -218,6 +218,35 @@ def test_step_memory_is_within_a_factor_of_two_on_the_other_tiny_sweeps(sweep, a
     trials = expand(load_sweep(Path(sweeps.__file__).parent / f"{sweep}.yaml", tiny=True))
     config = next(trial.config for trial in trials if trial.config.model.attention == attention)
     assert_within_a_factor_of_two(config, 2, side_by_side=False)
+
+
+def long_config(seq_len: int, **model: Any) -> TrainConfig:
+    fields = small_config(**model).model_dump()
+    data = {**fields["data"], "num_test": 4}
+    task = {"name": "fuzzy_logic", "num_context": seq_len - 1}
+    return TrainConfig.model_validate({**fields, "task": task, "data": data})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hyla", "hyla_gated", "linear"])
+@pytest.mark.parametrize("num_members", [1, 3])
+def test_step_memory_is_within_a_factor_of_two_in_blocks(name, num_members, monkeypatch):
+    monkeypatch.setattr(train, "_takes_turns", lambda: True)
+    # No MLP to speak of beside attention.
+    sizes = {"emb_dim": 32, "num_heads": 8, "qk_dim": 64, "v_dim": 64, "mlp_dim": 8, "max_distance": 64}
+    config = long_config(300, attention=name, attention_dropout=0.1, **sizes)
+    assert_within_a_factor_of_two(config, num_members, side_by_side=False)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.is_pairwise])
+def test_step_memory_of_blocks_grows_with_the_sequence(name, backend):
+    short, long = (
+        step_memory_bytes(long_config(seq_len, attention=name), side_by_side=backend == "gpu")
+        for seq_len in (1024, 2048)
+    )
+    assert choice.blocks(VARIANTS[name], 1024, backend) is not None
+    assert 1.3 * short < long < 2.2 * short
 
 
 @pytest.mark.parametrize(("num_features", "seq_len"), [(1, 9), (2, 18)])

@@ -227,13 +227,25 @@ def test_who_asks_for_attention_weights_gets_those_of_all_pairs(always_in_blocks
     assert [array.shape for array in weights] == 2 * [(3, 2, 9, 9)]
 
 
-def test_only_long_sequences_pass_in_blocks(monkeypatch):
+@pytest.mark.parametrize(("name", "shortest"), [("hyla", 128), ("linear", 256), ("softmax", None)])
+def test_only_long_sequences_pass_in_blocks(name, shortest, monkeypatch):
     calls = []
     monkeypatch.setattr(blockwise, "attend", lambda variant, query, *_, **__: calls.append(query.shape[1]) or query)
-    layer = Attention(VARIANTS["hyla"], num_heads=1, qk_dim=2, v_dim=2)
-    for seq_len in (choice.MIN_SEQ_LEN - 1, choice.MIN_SEQ_LEN):
+    layer = Attention(VARIANTS[name], num_heads=1, qk_dim=2, v_dim=2)
+    for seq_len in (127, 128, 255, 256, 2048):
         inputs = jnp.ones((1, seq_len, 2))
         params = jax.eval_shape(partial(layer.init, deterministic=True), jax.random.key(0), inputs)
         calls.clear()
         jax.eval_shape(partial(layer.apply, deterministic=True), params, inputs)
-        assert calls == ([] if seq_len < choice.MIN_SEQ_LEN else [seq_len])
+        assert calls == ([seq_len] if shortest and seq_len >= shortest else [])
+
+
+@pytest.mark.parametrize("seq_len", [128, 129, 200, 1000, 1024])
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_blocks_are_of_equal_size_and_little_is_filled_up(seq_len, backend):
+    sizes = choice.blocks(VARIANTS["hyla"], seq_len, backend)
+    if seq_len < choice.min_seq_len(VARIANTS["hyla"], backend):
+        assert sizes is None
+    else:
+        assert sizes.queries == sizes.keys <= 128
+        assert -(-seq_len // sizes.keys) * sizes.keys - seq_len < -(-seq_len // sizes.keys)
