@@ -151,6 +151,8 @@ def step_memory_bytes(config: TrainConfig, num_members: int = 1, *, side_by_side
     sums of their gradients, 2·s·(2q + n·v + v); and one block of g × k pairs at a time, of one example on CPUs and of
     all elsewhere: scores, weights and their gradients 8·h·g·k, hidden layers, activations and gradients
     (4·m + 2)·g·k·v/h.
+    With rematerialisation only the stream before each block is kept, s·e, and the rest of one layer at a time.
+    On CPUs a batch passes in pieces (`choice.py`), of which two are there at a time, and gradients are summed apart.
     Members side by side have all of this each, those that take turns share room for one.
 
     All are counted as float32, whatever the dtype of activations: scores, weights and norms are, and processors without
@@ -185,8 +187,11 @@ def step_memory_bytes(config: TrainConfig, num_members: int = 1, *, side_by_side
             at_once += block * (config.optim.batch_size if side_by_side else 1)
     logits = 3 * task.output_dim if task.output_dim is not None else 4 * (task.vocab_size or 0)
     ends = s * (task.input_dim + 6 * e + logits)
-    activations = config.optim.batch_size * (model.num_layers * saved + in_work + ends) + at_once
+    layers = model.num_layers * s * e + saved if config.numerics.remat else model.num_layers * saved
+    pieces = choice.pieces(config, "gpu" if side_by_side else "cpu")
+    examples = config.optim.batch_size // pieces * min(2, pieces)
     params = sum(num_params(config).values())
+    activations = examples * (layers + in_work + ends) + at_once + 2 * params * (pieces > 1)
     if side_by_side or num_members == 1:
         return 4 * num_members * (5 * params + activations)
     return 4 * ((6 * num_members + 2) * params + activations)

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hyla_core import checkpoint, metrics, microbatch, model, optim, sharded_checkpoint
+from hyla_core.attention import choice
 from hyla_core.checkpoint import DamagedCheckpoint
 from hyla_core.config import (
     MAX_EXAMPLES,
@@ -247,7 +248,7 @@ class _Program:
         self._eval_batches = _EvalBatches.of(shape, self._task.eval_splits)
         self.feed_steps = _feed_steps(shape) if self._task.is_fed else None
         # A mesh spreads the batch over its devices; pieces would gather it again.
-        self._num_pieces = microbatch.num_pieces(shape) if mesh is None else 1
+        self._num_pieces = choice.pieces(shape, jax.default_backend()) if mesh is None else 1
 
         def described(value: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(np.shape(value), np.asarray(value).dtype)
@@ -264,6 +265,8 @@ class _Program:
             "xla_backend_optimization_level": "0",
             "xla_llvm_disable_expensive_passes": True,
         }
+        # Else XLA's CPU compiler finds the blocks computed twice, and keeps the first result: nothing would be saved.
+        remat: dict[str, str | bool] = {"xla_disable_hlo_passes": "cse_barrier_expander"}
         advance = self._on_members(self._advance, (_MEMBERS, _MEMBERS, _MEMBERS, P(), P(), P()), (_MEMBERS, _MEMBERS))
         evaluate = self._on_members(self._evaluate, (_MEMBERS, _MEMBERS, _MEMBERS, P()), P(None, "members"))
         group = self._group(0)
@@ -290,7 +293,9 @@ class _Program:
             jax.jit(init, **init_places).lower(members).compile(hasty if jax.default_backend() == "cpu" else None)
         )
         self.advance = (
-            jax.jit(advance, donate_argnums=0, **advance_places).lower(state, members, feed, step, step, flag).compile()
+            jax.jit(advance, donate_argnums=0, **advance_places)
+            .lower(state, members, feed, step, step, flag)
+            .compile(remat if shape.numerics.remat and jax.default_backend() == "cpu" else None)
         )
         self._evaluate_compiled = (
             jax.jit(evaluate, **evaluate_places).lower(state.params, members, feed, group).compile()
