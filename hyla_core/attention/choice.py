@@ -4,6 +4,10 @@ from typing import NamedTuple
 
 from hyla_core.attention.variants import Variant
 
+USE_KERNEL = False
+"""Whether blocks are computed by the kernels of `blockwise_pallas.py`, on GPUs and where no mask is given. To be set
+before anything is compiled. Off, as these kernels have never run on a GPU; `benchmarks/blockwise.py` sets it."""
+
 
 class Blocks(NamedTuple):
     """Sizes of a block of pairs, or numbers of something of each of its sides."""
@@ -45,3 +49,8 @@ def blocks(variant: Variant, seq_len: int, backend: str) -> Blocks | None:
     largest = 64 if backend == "cpu" and seq_len > 128 else 128
     size = -(-seq_len // -(-seq_len // largest))
     return Blocks(size, size)
+
+
+def takes_kernel(backend: str, has_mask: bool) -> bool:
+    """Whether what is computed in blocks is computed by a kernel."""
+    return USE_KERNEL and backend == "gpu" and not has_mask
