@@ -22,7 +22,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hyla_core import checkpoint, metrics, model, optim, sharded_checkpoint
+from hyla_core import checkpoint, metrics, microbatch, model, optim, sharded_checkpoint
 from hyla_core.checkpoint import DamagedCheckpoint
 from hyla_core.config import (
     MAX_EXAMPLES,
@@ -213,7 +213,7 @@ def program_shape(config: TrainConfig) -> TrainConfig:
 
 
 def gradient_step(
-    loss_fn: Callable[[Params], tuple[Array, dict[str, Array]]],
+    loss_gradient: Callable[[Params], tuple[Params, dict[str, Array]]],
     params: Params,
     opt_state: Any,
     step: Array,
@@ -223,7 +223,7 @@ def gradient_step(
     """One update of one member.
 
     Args:
-      loss_fn: maps parameters to the loss of this step's batch and whatever else was measured.
+      loss_gradient: maps parameters to the gradient of the loss of this step's batch, and what else was measured.
       params: parameters of one member.
       opt_state: from `optim.init` or the step before.
       step: index of the update, 0 for the first.
@@ -231,9 +231,9 @@ def gradient_step(
       config: the optimiser.
 
     Returns:
-      Parameters and optimiser state after the update, and what loss_fn measured before it.
+      Parameters and optimiser state after the update, and what was measured before it.
     """
-    grads, measured = jax.grad(loss_fn, has_aux=True)(params)
+    grads, measured = loss_gradient(params)
     params, opt_state = optim.update(grads, opt_state, params, step, hyperparams, config)
     return params, opt_state, measured
 
@@ -246,6 +246,8 @@ class _Program:
         self._task = make_task(shape.task)
         self._eval_batches = _EvalBatches.of(shape, self._task.eval_splits)
         self.feed_steps = _feed_steps(shape) if self._task.is_fed else None
+        # A mesh spreads the batch over its devices; pieces would gather it again.
+        self._num_pieces = microbatch.num_pieces(shape) if mesh is None else 1
 
         def described(value: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(np.shape(value), np.asarray(value).dtype)
@@ -388,7 +390,8 @@ class _Program:
     def _init_member(self, member: Member) -> MemberState:
         params = model.init_params(self._shape, self._rng(member.init_seed, _INIT_STREAM))
         batch = self._draw(member, jnp.uint32(0)) if self.feed_steps is None else self._blank_batch()
-        names = jax.eval_shape(self._measure, params, batch, None)[1].keys()
+        logits = jax.eval_shape(functools.partial(model.apply, self._shape), params, batch.inputs)
+        names = jax.eval_shape(self._task.metrics, logits, batch).keys()
         return MemberState(
             params=params,
             opt_state=optim.init(params, self._shape.optim),
@@ -439,7 +442,7 @@ class _Program:
         dropout_rng = jax.random.fold_in(self._rng(member.init_seed, _DROPOUT_STREAM), step)
         batch = self._draw(member, step) if fed is None else fed
         params, opt_state, means = gradient_step(
-            lambda params: self._measure(params, batch, dropout_rng),
+            lambda params: self._gradient(params, batch, dropout_rng),
             state.params,
             state.opt_state,
             step,
@@ -460,17 +463,22 @@ class _Program:
         """A batch of zeros in the shape of those that are fed."""
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[2:], leaf.dtype), self._described_feed(1))
 
-    def _measure(self, params: Params, batch: Batch, dropout_rng: Array | None) -> tuple[Array, dict[str, Array]]:
-        """The loss and all means over one training batch."""
-        logits = model.apply(self._shape, params, batch.inputs, dropout_rng=dropout_rng)
-        values, weights = self._task.metrics(logits, batch), self._task.weights(batch)
-        if weights is None:
-            means = {name: jnp.mean(of_examples) for name, of_examples in values.items()}
-        else:
-            # A batch in which nothing counts teaches nothing, and does no harm.
-            total = jnp.maximum(jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
-            means = {name: jnp.sum(of_examples * weights) / total for name, of_examples in values.items()}
-        return means["loss"], means
+    def _gradient(self, params: Params, batch: Batch, dropout_rng: Array) -> tuple[Params, dict[str, Array]]:
+        """The gradient of a training batch's mean loss, and all means over the batch."""
+        weights = self._task.weights(batch)
+        # A batch in which nothing counts teaches nothing, and does no harm.
+        total = len(batch.inputs) if weights is None else jnp.maximum(jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
+
+        def shares(params: Params, piece: Batch) -> tuple[Array, dict[str, Array]]:
+            logits = model.apply(self._shape, params, piece.inputs, dropout_rng=dropout_rng)
+            values, own = self._task.metrics(logits, piece), self._task.weights(piece)
+            means = {
+                name: jnp.sum(of_examples if own is None else of_examples * own) / total
+                for name, of_examples in values.items()
+            }
+            return means["loss"], means
+
+        return microbatch.gradient(shares, params, batch, self._num_pieces)
 
     def _evaluate(self, params: Params, members: Member, feed: Any, group: "_EvalGroup") -> dict[str, Array]:
         """Weighted sums of all metrics, and of the weights under `_WEIGHT`: [eval batches, members] each."""

@@ -16,7 +16,8 @@ from model_cases import MODEL_OPTIONS, small_config
 
 import sweeps
 from hyla_core import train
-from hyla_core.attention import choice
+from hyla_core.attention import choice, layer
+from hyla_core.attention.products import EINSUM
 from hyla_core.attention.variants import VARIANTS
 from hyla_core.config import ModelConfig, TrainConfig
 from hyla_core.counts import (
@@ -74,6 +75,12 @@ def product_flops(jaxpr: Jaxpr) -> int:
     return flops
 
 
+@pytest.fixture
+def einsums(monkeypatch):
+    """Makes every product one einsum: a CPU's forms sum gradients of biases by products with ones."""
+    monkeypatch.setattr(layer, "fastest", lambda dtype: EINSUM)
+
+
 @pytest.mark.parametrize("options", CASES)
 def test_num_params_counts_the_tree(options):
     config = small_config(**options)
@@ -110,7 +117,7 @@ def traced_flops(config: TrainConfig, batch_size: int) -> int:
 
 
 @pytest.mark.parametrize("options", CASES)
-def test_train_flops_counts_the_products_of_a_training_step(options):
+def test_train_flops_counts_the_products_of_a_training_step(options, einsums):
     config = small_config(**options)
     assert traced_flops(config, batch_size=3) == 3 * train_flops_per_example(config)
 
@@ -118,7 +125,7 @@ def test_train_flops_counts_the_products_of_a_training_step(options):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", ALL_CASES)
-def test_counts_of_every_variant_with_every_option(options, dtype):
+def test_counts_of_every_variant_with_every_option(options, dtype, einsums):
     config = small_config(**options, numerics={"dtype": dtype})
     assert traced_flops(config, batch_size=2) == 2 * train_flops_per_example(config)
     assert num_params(config) == params_by_group(jax.eval_shape(partial(init_params, config), jax.random.key(0)))
@@ -129,7 +136,7 @@ def test_counts_of_every_variant_with_every_option(options, dtype):
     [({"attention": name}, None) for name in VARIANTS] + [({"share_layers": True}, None), ({}, 3)],
     ids=str,
 )
-def test_transformer_flops_of_a_token_model(options, output_dim):
+def test_transformer_flops_of_a_token_model(options, output_dim, einsums):
     model = small_config(causal=True, absolute_position=True, **options).model
     tokens = jnp.zeros((2, 4), jnp.int32)
     params = token_params(model, output_dim)

@@ -99,8 +99,9 @@ def test_trajectory(golden: Golden):
             metrics = metrics_fn(official, logits, batch)
             return metrics["loss"], metrics
 
-        grad_norm = optax.tree.norm(jax.grad(loss_fn, has_aux=True)(params)[0])
-        params, opt_state, metrics = gradient_step(loss_fn, params, opt_state, step, hyperparams, config)
+        gradient = jax.grad(loss_fn, has_aux=True)
+        grad_norm = optax.tree.norm(gradient(params)[0])
+        params, opt_state, metrics = gradient_step(gradient, params, opt_state, step, hyperparams, config)
         rate = optim.learning_rate(step, config.peak_lr, warmup_steps, hyperparams.num_steps, config.final_lr_fraction)
         measured = metrics | {"grad_norm": grad_norm, "param_norm": optax.tree.norm(params), "lr": rate}
         return params, opt_state, measured

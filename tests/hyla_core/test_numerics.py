@@ -135,7 +135,10 @@ def training_step(config: TrainConfig) -> Callable[[jax.Array], Any]:
             metrics = task.metrics(apply(config, params, batch.inputs, dropout_rng=rng), batch)
             return jnp.mean(metrics["loss"]), metrics
 
-        return gradient_step(loss, params, optim.init(params, config.optim), jnp.uint32(1), hyperparams, config.optim)
+        gradient = jax.grad(loss, has_aux=True)
+        return gradient_step(
+            gradient, params, optim.init(params, config.optim), jnp.uint32(1), hyperparams, config.optim
+        )
 
     return step
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from quick_jit import known_options
 
-from hyla_core import checkpoint, corpus, tokens, train
+from hyla_core import checkpoint, corpus, microbatch, tokens, train
 from hyla_core.config import Cadence, LanguageConfig, SeedsConfig, TrainConfig
 from hyla_core.sequences import sequences_of
 from hyla_core.tasks import Batch, make_task
@@ -239,6 +239,20 @@ def test_rows_do_not_depend_on_how_much_is_fed_at_once(pack, unbroken, monkeypat
         for ours, theirs in zip(rows.rows(config), unbroken.rows(config), strict=True):
             assert ours._replace(value=0) == theirs._replace(value=0)
             assert ours.value == pytest.approx(theirs.value, rel=1e-4)
+
+
+def test_rows_do_not_depend_on_the_pieces_of_a_batch(text, monkeypatch):
+    # Documents end at different places, so that the pieces of a batch count differently.
+    config = train_config(text, task={"sequences": "per_document"})
+    whole = run([config]).rows(config)
+    monkeypatch.setattr(microbatch, "CACHE_BYTES", 1)
+    train._program.cache_clear()
+    assert microbatch.num_pieces(config) == 8
+    pieces = run([config]).rows(config)
+    train._program.cache_clear()
+    for ours, theirs in zip(pieces, whole, strict=True):
+        assert ours._replace(value=0) == theirs._replace(value=0)
+        assert ours.value == pytest.approx(theirs.value, rel=1e-4)
 
 
 def test_an_error_of_reading_passes_through_and_no_thread_is_left(pack, monkeypatch):
