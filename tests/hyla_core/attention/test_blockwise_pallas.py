@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import DROPOUT, RTOL, assert_equal, from_all_pairs, random_inputs, with_gradients
+from attention_cases import DROPOUT, RTOL, assert_equal, cosine_variant, from_all_pairs, random_inputs, with_gradients
 
 from hyla_core.attention import blockwise, blockwise_pallas, choice
 from hyla_core.attention.choice import Blocks
@@ -44,6 +44,11 @@ def test_kernels_agree_with_all_pairs(name):
 
 def test_kernels_agree_without_a_bias():
     assert_kernels_agree(VARIANTS["hyla"], random_inputs(VARIANTS["hyla"], seq_len=SEQ, bias=False), causal=True)
+
+
+def test_what_fills_up_the_last_block_is_not_seen(monkeypatch):
+    variant = cosine_variant(monkeypatch)
+    assert_kernels_agree(variant, random_inputs(variant, seq_len=SEQ))
 
 
 def test_kernels_round_to_bfloat16_where_all_pairs_do():
