@@ -7,8 +7,8 @@
 A step is loss and gradients of a transformer with dropout on attention and a position bias, the optimiser aside, whose
 work is the same either way. Both ways are compiled, then take turns, so that whatever else the machine does meets both;
 the time is the median. Memory is what the compiler sets aside beside arguments and results. `pairs` is hyla's own code
-for short sequences; `einsum` is the same with each product as one einsum, as one writes it first. A way whose step
-would not fit into the machine's memory is not run: its time is null.
+for short sequences; `einsum` is the same with each product as one einsum, as one writes it first; `kernel` is
+`blockwise_pallas.py`, on GPUs. A way whose step would not fit into the machine's memory is not run: its time is null.
 """
 
 import sys
@@ -45,7 +45,7 @@ INPUT_DIM, OUTPUT_DIM = 32, 16
 
 
 class Way(NamedTuple):
-    """One way to compute attention: `blocks`, with their sizes, `pairs` or `einsum`."""
+    """One way to compute attention: `blocks`, with their sizes, `pairs`, `einsum` or `kernel`."""
 
     name: str
     blocks: Blocks | None = None
@@ -66,13 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", metavar="N", type=int, default=1)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--repeats", metavar="N", type=int, default=5, help="steps of each (default: 5)")
-    parser.add_argument("--ways", nargs="+", choices=["blocks", "pairs", "einsum"], default=["blocks", "pairs"])
+    parser.add_argument(
+        "--ways", nargs="+", choices=["blocks", "pairs", "einsum", "kernel"], default=["blocks", "pairs"]
+    )
     parser.add_argument("--blocks", metavar="QxK", nargs="+", help="sizes of blocks; default: those that hyla takes")
     parser.add_argument(
         "--out", metavar="FILE", help="where the numbers go; default: benchmarks/results/blockwise.json"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     args = parser.parse_args(argv)
+    if "kernel" in args.ways and jax.default_backend() != "gpu":
+        parser.error(f"--ways kernel: needs a GPU, and the backend is {jax.default_backend()!r}")
     model = ModelConfig(
         attention=args.variant,
         emb_dim=args.heads * args.head_dim,
@@ -150,10 +154,11 @@ def measure(
 @contextmanager
 def using(way: Way) -> Iterator[None]:
     """Lets what is traced within compute attention this way, `blocks` of no size where hyla would."""
-    before = choice.blocks, layer.fastest
+    before = choice.blocks, choice.USE_KERNEL, layer.fastest
     given, chosen = way.blocks, choice.blocks
     try:
-        if way.name == "blocks":
+        choice.USE_KERNEL = way.name == "kernel"
+        if way.name in ("blocks", "kernel"):
             choice.blocks = lambda variant, seq_len, backend: given or chosen(variant, seq_len, backend)
         else:
             choice.blocks = lambda *_: None
@@ -161,7 +166,7 @@ def using(way: Way) -> Iterator[None]:
             layer.fastest = lambda _: EINSUM
         yield
     finally:
-        choice.blocks, layer.fastest = before
+        choice.blocks, choice.USE_KERNEL, layer.fastest = before
 
 
 def _loss_and_gradients(model: ModelConfig) -> Callable[..., Any]:

@@ -7,10 +7,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import Array
 from quick_jit import quick_jit
 
 from hyla_core.attention import normalize, values
+from hyla_core.attention.products import EINSUM, Products
 from hyla_core.attention.variants import VARIANTS, Variant
 from hyla_core.numerics import product
 
@@ -34,6 +36,17 @@ def random_inputs(variant: Variant, dtype: str = "float32", *, seq_len: int = SE
     query, key = (jnp.asarray(draw(size=(BATCH, seq_len, HEADS, QK_DIM)), dtype) for _ in range(2))
     value = jnp.asarray(draw(size=(BATCH, seq_len, HEADS, variant.num_values * DIM)), dtype)
     return Inputs(query, key, value, jnp.asarray(draw(size=(HEADS, 2 * seq_len - 1)), jnp.float32) if bias else None)
+
+
+def cosine_variant(monkeypatch: pytest.MonkeyPatch) -> Variant:
+    """One whose value network makes ones of values that are zero, such as those that fill up a block."""
+
+    def cosine_values(weights: Array, value: Array, products: Products = EINSUM) -> Array:
+        return products.readout(weights, jnp.cos(products.hidden(weights, value)))
+
+    monkeypatch.setattr(values, "cosine_values", cosine_values, raising=False)
+    monkeypatch.setitem(values.ACTIVATIONS, "cosine_values", jnp.cos)
+    return Variant("unnormalized", "cosine_values", num_hidden=1)
 
 
 def random_mask(*shape: int) -> Array:

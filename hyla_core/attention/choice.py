@@ -11,6 +11,10 @@ CACHE_BYTES = 2**20
 Measured on cores with 2 MiB of cache each: SRAVEN of 83 kB per example took least time with 8 to 16 examples a piece.
 """
 
+USE_KERNEL = False
+"""Whether blocks are computed by the kernels of `blockwise_pallas.py`, on GPUs and where no mask is given. To be set
+before anything is compiled. Off, as these kernels have never run on a GPU; `benchmarks/blockwise.py` sets it."""
+
 
 class Blocks(NamedTuple):
     """Sizes of a block of pairs, or numbers of something of each of its sides."""
@@ -70,3 +74,8 @@ def pieces(config: TrainConfig, backend: str) -> int:
     example_bytes = 4 * c.num_heads * config.task.seq_len**2
     largest = max(1, CACHE_BYTES // example_bytes)
     return next(number for number in range(1, size + 1) if not size % number and size // number <= largest)
+
+
+def takes_kernel(backend: str, has_mask: bool) -> bool:
+    """Whether what is computed in blocks is computed by a kernel."""
+    return USE_KERNEL and backend == "gpu" and not has_mask

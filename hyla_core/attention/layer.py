@@ -1,6 +1,7 @@
 """The attention layer: projections, scores, normalisation, dropout, value network."""
 
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -72,21 +73,33 @@ class Attention(nn.Module):
         if blocks is None or is_asked_for_pairs:
             mixed = self._by_pair(query, key, value, bias, mask, deterministic)
         else:
-            drops = self.dropout > 0 and not deterministic
-            mixed = blockwise.attend(
-                self.variant,
-                query,
-                key,
-                value,
-                blocks=blocks,
-                offset_bias=None if bias is None else bias.by_offset(inputs.shape[1]),
-                mask=mask,
-                causal=self.causal,
-                dropout=self.dropout,
-                # By the name that flax gives its own dropout, so that both ways drop the same pairs.
-                rng=_DropoutKey(name="Dropout_0")() if drops else None,
-            )
+            mixed = self._in_blocks(query, key, value, bias, mask, deterministic, blocks)
         return Dense(inputs.shape[-1:], num_summed=2, dtype=self.dtype, name="out")(mixed)
+
+    def _in_blocks(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: PositionBias | None,
+        mask: Array | None,
+        deterministic: bool,
+        blocks: choice.Blocks,
+    ) -> Array:
+        """[batch, seq, heads, dim], without anything of the size of all pairs."""
+        drops = self.dropout > 0 and not deterministic
+        options: dict[str, Any] = {
+            "offset_bias": None if bias is None else bias.by_offset(query.shape[1]),
+            "causal": self.causal,
+            "dropout": self.dropout,
+            # By the name that flax gives its own dropout, so that both ways drop the same pairs.
+            "rng": _DropoutKey(name="Dropout_0")() if drops else None,
+        }
+        if choice.takes_kernel(jax.default_backend(), mask is not None):
+            from hyla_core.attention import blockwise_pallas  # loads compilers that nothing else needs
+
+            return blockwise_pallas.attend(self.variant, query, key, value, **options)
+        return blockwise.attend(self.variant, query, key, value, mask=mask, blocks=blocks, **options)
 
     def _by_pair(
         self, query: Array, key: Array, value: Array, bias: PositionBias | None, mask: Array | None, deterministic: bool

@@ -14,6 +14,7 @@ from attention_cases import (
     SEQ,
     Inputs,
     assert_equal,
+    cosine_variant,
     from_all_pairs,
     random_inputs,
     random_mask,
@@ -70,6 +71,11 @@ def test_blocks_agree_with_all_pairs_with_every_option(option):
 def test_blocks_of_every_size_agree_with_all_pairs(blocks):
     options = {"causal": True, "rng": jax.random.key(3)}
     assert_blocks_agree(VARIANTS["hyla"], random_inputs(VARIANTS["hyla"]), blocks=Blocks(*blocks), **options)
+
+
+def test_what_fills_up_the_last_block_is_not_seen(monkeypatch):
+    variant = cosine_variant(monkeypatch)
+    assert_blocks_agree(variant, random_inputs(variant))
 
 
 def test_blocks_agree_without_a_bias_and_side_by_side(monkeypatch):
