@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -197,8 +198,13 @@ def restore_params(config: TrainConfig, data: bytes | Path | ShardedState) -> tu
 
 
 def num_compilations() -> int:
-    """Programs compiled by this process so far."""
+    """Programs that this process has compiled so far, those that it found compiled included."""
     return _program.cache_info().misses
+
+
+def num_loaded() -> int:
+    """How many of these came from JAX's persistent cache: their training step was there, compiled."""
+    return _Program.num_loaded
 
 
 def program_shape(config: TrainConfig) -> TrainConfig:
@@ -241,6 +247,8 @@ def gradient_step(
 
 class _Program:
     """The compiled functions of one shape, and the shapes and layout of what they take and return."""
+
+    num_loaded = 0  # training steps that this process found compiled
 
     def __init__(self, shape: TrainConfig, num_members: int, mesh: Mesh | None = None):
         self._shape, self._mesh = shape, mesh
@@ -292,11 +300,10 @@ class _Program:
         self.init = (
             jax.jit(init, **init_places).lower(members).compile(hasty if jax.default_backend() == "cpu" else None)
         )
-        self.advance = (
-            jax.jit(advance, donate_argnums=0, **advance_places)
-            .lower(state, members, feed, step, step, flag)
-            .compile(remat if shape.numerics.remat and jax.default_backend() == "cpu" else None)
-        )
+        lowered = jax.jit(advance, donate_argnums=0, **advance_places).lower(state, members, feed, step, step, flag)
+        hits = _cache_hits.count
+        self.advance = lowered.compile(remat if shape.numerics.remat and jax.default_backend() == "cpu" else None)
+        _Program.num_loaded += _cache_hits.count - hits
         self._evaluate_compiled = (
             jax.jit(evaluate, **evaluate_places).lower(state.params, members, feed, group).compile()
         )
@@ -521,6 +528,20 @@ def _program(shape: TrainConfig, num_members: int, mesh: Mesh | None = None) -> 
 
 
 _MEMBERS = P("members")
+
+
+class _CacheHits:
+    """Counts the programs that JAX's persistent cache has handed out in this process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_listener(self._hear)
+
+    def _hear(self, event: str, **_: Any) -> None:
+        self.count += event == "/jax/compilation_cache/cache_hits"
+
+
+_cache_hits = _CacheHits()
 
 
 class _EvalBatches(NamedTuple):

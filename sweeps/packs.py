@@ -17,6 +17,15 @@ from sweeps.spec import Resources
 _NOT_SHAPE = (*MEMBER_FIELDS, "data.num_steps", "data.num_train")
 
 
+SHORT_PACK_SIZE = 16
+"""Members of a pack of trainings that take no time. Beyond, what each of them costs beside training decides."""
+
+_SHORT_FLOPS = 5e9
+"""Work of a short pack: some seconds of one core, at the speed of small models."""
+_MANY_PACKS = 16
+"""Packs of short trainings that are left to be shared among workers, at least."""
+
+
 class Pack(NamedTuple):
     """Trials that train as one program, one beside the other."""
 
@@ -30,6 +39,7 @@ def make_packs(
     memory_bytes: int | None = None,
     *,
     side_by_side: bool = True,
+    short_pack_size: int | None = None,
 ) -> list[Pack]:
     """Packs that hold each trial once: first one of every shape, then the others shape by shape; the cheapest first.
 
@@ -43,6 +53,8 @@ def make_packs(
       memory_bytes: what a pack may need while it trains, by `step_memory_bytes`. A trial that needs more is alone: the
         estimate is from above, and it may fit. None: as much as it likes.
       side_by_side: whether members are computed at the same time, as on accelerators, or in turns, as on CPUs.
+      short_pack_size: members of a pack, at most, where trainings are so short, and so many of them alike, that what
+        each pack costs beside them would be felt. None: no other than elsewhere.
     """
     if max_pack_size < 1:
         raise ValueError(f"max_pack_size={max_pack_size} is not positive")
@@ -56,11 +68,18 @@ def make_packs(
     def cost(group: list[TrialSpec]) -> float:
         return trial_flops(group[0].config)
 
+    def wanted(group: list[TrialSpec]) -> int:
+        if short_pack_size is None or short_pack_size <= max_pack_size:
+            return max_pack_size
+        # Enough packs must be left for many workers, and none may take long.
+        fitting = min(short_pack_size, len(group) // _MANY_PACKS, int(_SHORT_FLOPS // cost(group)))
+        return max(max_pack_size, fitting)
+
     ordered = [
         [
             Pack(_pack_id(members), tuple(members))
             for group in sorted(shape, key=cost)
-            for members in _spread(group, _largest_size(group[0].config, max_pack_size, memory_bytes, side_by_side))
+            for members in _spread(group, _largest_size(group[0].config, wanted(group), memory_bytes, side_by_side))
         ]
         for shape in sorted(shapes.values(), key=lambda shape: min(map(cost, shape)))
     ]
@@ -107,3 +126,8 @@ def default_pack_size(resources: Resources) -> int:
     """
     accelerators = resources.gpu or resources.tpu
     return 8 * max(1, int(accelerators)) if accelerators else 4
+
+
+def short_pack_size(resources: Resources) -> int | None:
+    """Members of a pack of short trainings, where a sweep does not say: on cores; accelerators have large packs."""
+    return None if resources.gpu or resources.tpu else SHORT_PACK_SIZE

@@ -14,7 +14,7 @@ from hyla_core.counts import num_non_embedding_params, num_params, step_memory_b
 from sweeps.cluster.machine import memory_bytes, num_cpus
 from sweeps.devices import DEVICES, Device, pack_memory_here, pack_memory_on, packs_at_once, parse_devices
 from sweeps.expand import TrialSpec, expand
-from sweeps.packs import default_pack_size, make_packs, shape_key, trial_flops
+from sweeps.packs import default_pack_size, make_packs, shape_key, short_pack_size, trial_flops
 from sweeps.progress import duration
 from sweeps.spec import SEED_AXES, RunConfig, SweepSpec, load_sweep
 
@@ -186,8 +186,9 @@ def make_plan(
     """
     new = [trial for trial in trials if trial.trial_id not in state.statuses]
     size = spec.run.max_pack_size or default_pack_size(spec.run.resources)
+    short = None if spec.run.max_pack_size else short_pack_size(spec.run.resources)
     side_by_side = not device.is_cpu or _asks_for_accelerator(spec.run)
-    packs = make_packs(new, size, pack_memory_bytes, side_by_side=side_by_side)
+    packs = make_packs(new, size, pack_memory_bytes, side_by_side=side_by_side, short_pack_size=short)
     groups: dict[str, list[TrialSpec]] = {}
     for trial in trials:
         groups.setdefault(shape_key(trial.config), []).append(trial)

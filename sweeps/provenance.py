@@ -196,7 +196,14 @@ def of_worker() -> dict[str, Any]:
         "xla_flags": os.environ.get("XLA_FLAGS"),
         "cpu_model": cpu_model(),
     }
+    return facts | _library_versions()
+
+
+@functools.cache
+def _library_versions() -> dict[str, str]:
+    """Read once a process: what is imported does not change, and each takes a millisecond."""
+    found = {}
     for library in LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
-            facts[f"version.{library}"] = metadata.version(library)
-    return facts
+            found[f"version.{library}"] = metadata.version(library)
+    return found

@@ -22,7 +22,7 @@ from hyla_core.config import Cadence
 from sweeps.__main__ import resolve_store
 from sweeps.devices import find_device, pack_memory_here, pack_memory_on, packs_at_once
 from sweeps.expand import TrialSpec, expand
-from sweeps.packs import Pack, default_pack_size, make_packs
+from sweeps.packs import Pack, default_pack_size, make_packs, short_pack_size
 from sweeps.progress import (
     CLAIMS_S,
     DONE,
@@ -268,6 +268,7 @@ class _Request:
         """Trials that train together. Those begun before stay among themselves, so that none waits for a fresh one."""
         run = self.spec.run
         size = run.max_pack_size or default_pack_size(run.resources)
+        short = None if run.max_pack_size else short_pack_size(run.resources)
         begun = {trial.trial_id for trial in work.interrupted}
         fresh = [trial for trial in work.to_train if trial.trial_id not in begun]
         memory = self.pack_memory()
@@ -275,7 +276,7 @@ class _Request:
         return [
             pack
             for trials in (work.interrupted, fresh)
-            for pack in make_packs(trials, size, memory, side_by_side=side_by_side)
+            for pack in make_packs(trials, size, memory, side_by_side=side_by_side, short_pack_size=short)
         ]
 
     def pack_memory(self) -> int | None:
@@ -506,6 +507,8 @@ class _Driver:
                 self._trained.add(trial.trial_id)
             elif status != "failed" and outcome.error is not None:
                 self._not_trained[trial.trial_id] = outcome.error
+        work = {} if outcome.work is None else outcome.work._asdict()
+        self._view.event("pack_ended", pack_id=pack.pack_id, **work)
         if any(status in DONE for status in outcome.statuses.values()):
             self._any_result = True
         elif outcome.error is not None:

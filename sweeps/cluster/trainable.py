@@ -8,9 +8,11 @@ so that what JAX reads from the environment can be set before it is imported.
 import contextlib
 import errno
 import functools
+import json
 import math
 import os
 import resource
+import socket
 import stat
 import sys
 import tempfile
@@ -25,7 +27,7 @@ from hyla_core.config import Cadence, TrainConfig
 from sweeps import provenance
 from sweeps.packs import Pack
 from sweeps.spec import Resources
-from sweeps.store import FINAL, AttemptWriter, Store, StoreError
+from sweeps.store import FINAL, AttemptWriter, Beginning, Ending, Store, StoreError, seal_all
 from sweeps.store.schema import DISK_FULL, OUT_OF_MEMORY
 
 if TYPE_CHECKING:
@@ -55,11 +57,35 @@ class PackJob(NamedTuple):
     retry: frozenset[str] = frozenset()  # trials to train again although the store has a result
 
 
+class PackWork(NamedTuple):
+    """What a pack cost its worker."""
+
+    worker: str  # host:pid
+    wall_s: float  # all of `run_pack`
+    cpu_s: float  # the same in processor time, all threads of the process together
+    train_s: float  # of that in the training itself: compilation and what is written to the store aside
+    compile_s: float
+    num_compiled: int  # training steps that were compiled
+    num_loaded: int  # training steps that came compiled from the machine's cache
+
+
 class PackOutcome(NamedTuple):
     """How a pack ended. What happened is in the store; this says it to the driver without a look there."""
 
     statuses: dict[str, str]  # trial_id → finished, diverged, failed, interrupted; `left` where nothing was done
     error: str | None = None  # one line: of the failed trials, or why the pack could not be worked on
+    work: PackWork | None = None  # None where nothing was trained
+
+    def to_json(self) -> str:
+        """As text; `from_json` is the way back."""
+        return json.dumps({**self._asdict(), "work": None if self.work is None else self.work._asdict()})
+
+    @classmethod
+    def from_json(cls, text: str) -> "PackOutcome":
+        """The outcome that `to_json` wrote."""
+        fields = json.loads(text)
+        work = fields.pop("work")
+        return cls(**fields, work=None if work is None else PackWork(**work))
 
 
 def run_pack(pack: Pack, job: PackJob, should_stop: Callable[[], bool] = lambda: False) -> PackOutcome:
@@ -153,8 +179,11 @@ class _PackRun:
         self._statuses = {trial.trial_id: "left" for trial in pack.trials}
         self._configs: dict[str, TrainConfig] = {}  # of the trials that were claimed
         self._writers: dict[str, AttemptWriter] = {}  # of those that have not ended
+        self._begun = (time.perf_counter(), time.process_time())
         self._started = time.perf_counter()
         self._compile_s = 0.0
+        self._written_s = 0.0  # spent in `_take`
+        self._work: PackWork | None = None
 
     def run(self) -> PackOutcome:
         """Trains what can be claimed."""
@@ -169,7 +198,7 @@ class _PackRun:
             while True:
                 try:
                     self._train(resume_from)
-                    return PackOutcome(self._statuses)
+                    return PackOutcome(self._statuses, work=self._measured())
                 except DamagedCheckpoint as error:
                     # Its bytes are whole, but of another training: code changed that should have raised
                     # RESULTS_VERSION. The others of the pack go on from theirs.
@@ -184,9 +213,11 @@ class _PackRun:
             self._writers.clear()
 
     def _train(self, resume_from: "Mapping[str, bytes | Path]") -> None:
-        from hyla_core.train import train
+        from hyla_core.train import num_compilations, num_loaded, train
 
+        compiled, loaded = num_compilations(), num_loaded()
         self._started = time.perf_counter()
+        self._written_s = 0.0
         train(
             list(self._configs.values()),
             self._take,
@@ -196,6 +227,21 @@ class _PackRun:
             final_checkpoints=self._job.keep_checkpoints,
             model_parallel=self._job.model_parallel,
         )
+        loaded = num_loaded() - loaded
+        self._work = PackWork(
+            worker=f"{socket.gethostname()}:{os.getpid()}",
+            wall_s=0.0,
+            cpu_s=0.0,
+            train_s=time.perf_counter() - self._started - self._compile_s - self._written_s,
+            compile_s=self._compile_s,
+            num_compiled=num_compilations() - compiled - loaded,
+            num_loaded=loaded,
+        )
+
+    def _measured(self) -> PackWork | None:
+        """What the pack has cost until now."""
+        wall, cpu = self._begun
+        return self._work and self._work._replace(wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu)
 
     def _start_afresh(self, trial_id: str) -> None:
         self._store.clear_checkpoints(trial_id)
@@ -207,11 +253,12 @@ class _PackRun:
         Returns:
           Their checkpoints, by trial_id.
         """
-        states = self._store.statuses()
+        states = self._store.statuses({trial.trial_id for trial in self._pack.trials})
         facts = {**self._job.provenance, **provenance.of_worker()}
         facts |= {"run_id": self._job.run_id, "pack_id": self._pack.pack_id}
         facts |= {"num_logs": self._job.cadence.num_logs, "num_evals": self._job.cadence.num_evals}
         resume_from: dict[str, bytes | Path] = {}
+        beginnings = []
         for trial in self._pack.trials:
             state = states.get(trial.trial_id)
             # A pack that lost its worker comes here twice: what this run has trained again is not to be repeated.
@@ -225,39 +272,40 @@ class _PackRun:
             # The checkpoint comes before the claim: an attempt that died in between, and said that it starts from
             # step 0, would take the rows of those before it out of the count.
             step, data = _newest_whole(self._store.load_checkpoints(trial.trial_id))
-            num_steps = trial.config.data.num_steps
-            writer = self._store.begin(
-                trial.trial_id, trial.config.flat(), facts, step, num_steps, _counts(trial.config)
-            )
-            if writer is None:
-                continue
-            writer.heartbeat(step=step, num_steps=num_steps)
-            self._writers[trial.trial_id], self._configs[trial.trial_id] = writer, trial.config
+            flat, counted = trial.config.flat(), _counts(trial.config)
+            beginnings.append(Beginning(trial.trial_id, flat, step, trial.config.data.num_steps, counted))
             if data is not None:
                 resume_from[trial.trial_id] = data
+        configs = {trial.trial_id: trial.config for trial in self._pack.trials}
+        for trial_id, writer in self._store.begin_all(beginnings, facts).items():
+            if writer is not None:
+                self._writers[trial_id], self._configs[trial_id] = writer, configs[trial_id]
+        resume_from = {trial_id: data for trial_id, data in resume_from.items() if trial_id in self._writers}
         for writer in self._writers.values():
             writer.update(pack_size=len(self._writers))
         return resume_from
 
     def _take(self, report: "Report") -> None:
         """Writes what `train` reports: rows, then the checkpoints that rely on them, then the ends of members."""
+        started = time.perf_counter()
         self._compile_s = report.compile_s
         for row in report.rows:
             self._writers[row.trial_id].add([(row.step, row.split, row.metric, row.value)])
         open_members = [member for member in report.progress if member.trial_id in self._writers]
         for member in open_members:
-            loss = member.loss if math.isfinite(member.loss) else None
-            self._writers[member.trial_id].heartbeat(
-                step=member.step, num_steps=member.num_steps, loss=loss, steps_per_s=report.steps_per_s
-            )
+            writer = self._writers[member.trial_id]
+            if member.status == "running":
+                loss = member.loss if math.isfinite(member.loss) else None
+                writer.heartbeat(
+                    step=member.step, num_steps=member.num_steps, loss=loss, steps_per_s=report.steps_per_s
+                )
+            else:
+                writer.reach(member.step)
             if member.trial_id in report.checkpoints:
                 self._save(member, report.checkpoints[member.trial_id])
-        for member in open_members:
-            if member.status != "running":
-                why = f"the loss was not finite at step {member.step}" if member.status == "diverged" else None
-                self._end(member.trial_id, member.status, member.step, why)
-                if member.status in FINAL and not self._job.keep_checkpoints:
-                    self._store.clear_checkpoints(member.trial_id)
+        if ended := [member for member in open_members if member.status != "running"]:
+            self._end(ended)
+        self._written_s += time.perf_counter() - started
 
     def _save(self, member: "MemberProgress", data: "bytes | ShardedState") -> None:
         """Saves a checkpoint, unless the rows before it cannot be written: a resumed run would not repeat them."""
@@ -275,21 +323,27 @@ class _PackRun:
         elif must:
             raise StoreError(f"the rows of trial {member.trial_id} that belong to its last checkpoint can't be written")
 
-    def _end(self, trial_id: str, status: str, step: int, error: str | None = None) -> None:
-        """Seals one attempt with all that is known of it."""
+    def _end(self, members: "Sequence[MemberProgress]") -> None:
+        """Seals attempts with all that is known of them; those with a result need no checkpoints any more."""
         train_s = time.perf_counter() - self._started - self._compile_s
-        device = _devices(list(self._configs.values()), self._job.model_parallel)
-        self._writers[trial_id].seal(
-            status,
-            error,
-            compile_s=self._compile_s,
-            train_s=train_s,
-            device_s=train_s * device["num_devices"] / len(self._configs),
-            examples_seen=step * self._configs[trial_id].optim.batch_size,
-            **device,
-        )
-        self._statuses[trial_id] = status
-        del self._writers[trial_id]
+        facts = {"compile_s": self._compile_s, "train_s": train_s}
+        facts |= _devices(list(self._configs.values()), self._job.model_parallel)
+        facts["device_s"] = train_s * facts["num_devices"] / len(self._configs)
+        endings = []
+        for trial_id, step, _, _, status in members:
+            why = f"the loss was not finite at step {step}" if status == "diverged" else None
+            seen = step * self._configs[trial_id].optim.batch_size
+            endings.append(Ending(self._writers[trial_id], status, why, {**facts, "examples_seen": seen}))
+        try:
+            seal_all(endings)
+        finally:
+            for member in members:
+                if self._writers[member.trial_id].sealed:
+                    self._statuses[member.trial_id] = member.status
+                    del self._writers[member.trial_id]
+        for member in members:
+            if member.status in FINAL and not self._job.keep_checkpoints:
+                self._store.clear_checkpoints(member.trial_id)
 
     def _fail(self, error: Exception) -> PackOutcome:
         """Ends what is still open. A store that cannot be written is no result of a trial, everything else is."""

@@ -4,7 +4,6 @@ Nothing that Tune writes is read back: the store is the truth. Its own folders a
 """
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -405,7 +404,7 @@ def _fit(
             events.pack_started(packs[trial.config["pack"]])
 
         def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-            outcome = PackOutcome(**json.loads(trial.last_result["outcome"]))
+            outcome = PackOutcome.from_json(trial.last_result["outcome"])
             events.pack_ended(packs[trial.config["pack"]], outcome)
 
         def on_trial_recover(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
@@ -420,7 +419,7 @@ def _fit(
 
     def train_pack(config: dict[str, int], packs: Sequence[Pack], job: PackJob) -> dict[str, str]:
         outcome = run_pack(packs[config["pack"]], job)
-        return {"outcome": json.dumps(outcome._asdict())}
+        return {"outcome": outcome.to_json()}
 
     bundle = {kind: count for kind, count in _request(resources).items() if count}
     trainable = tune.with_resources(

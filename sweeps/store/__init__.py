@@ -28,7 +28,7 @@ by the clock.
 Imports pyarrow, pandas and the standard library only, so that reading results needs neither jax nor ray.
 """
 
-from sweeps.store.attempts import AttemptWriter
+from sweeps.store.attempts import AttemptWriter, Ending, seal_all
 from sweeps.store.claims import Claim
 from sweeps.store.compaction import Compaction, compact
 from sweeps.store.compare import equal_tables
@@ -47,7 +47,7 @@ from sweeps.store.schema import (
     StoreError,
     is_config_column,
 )
-from sweeps.store.store import RequestedTrial, Store, SweepSummary, TrialState
+from sweeps.store.store import Beginning, RequestedTrial, Store, SweepSummary, TrialState
 
 __all__ = [
     "FINAL",
@@ -59,9 +59,11 @@ __all__ = [
     "TABLES",
     "TRIALS",
     "AttemptWriter",
+    "Beginning",
     "Claim",
     "Column",
     "Compaction",
+    "Ending",
     "Repair",
     "RequestedTrial",
     "Store",
@@ -73,4 +75,5 @@ __all__ = [
     "is_config_column",
     "is_url",
     "repair",
+    "seal_all",
 ]

@@ -8,10 +8,10 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -20,11 +20,14 @@ from sweeps.store.claims import claim_content, claim_path
 from sweeps.store.places import Place, one_line
 from sweeps.store.scalars import metric_value, plain_values, step_number
 from sweeps.store.schema import (
+    BOOL,
     DECLARED,
     EXIT_REASONS,
+    FLOAT,
     METRICS,
     OWNED,
     STATUSES,
+    STRING,
     StoreError,
     config_type,
     exit_reason,
@@ -177,6 +180,13 @@ class AttemptWriter:
             if time.monotonic() >= self._beat_due:
                 self._beat()
 
+    def reach(self, step: int) -> None:
+        """Notes how far the attempt is where the live view need not know, as when it is about to end."""
+        with self._lock:
+            self._require_open()
+            self._reached = max(self._reached, step_number(step))
+            self._set({})
+
     def seal(self, status: str, error: str | BaseException | None = None, **facts: Any) -> None:
         """Ends the attempt: writes its final parts and gives the claim back.
 
@@ -189,14 +199,7 @@ class AttemptWriter:
         Raises:
           StoreError: the parts can't be written. The attempt stays open and can be sealed again.
         """
-        if status not in STATUSES:
-            raise ValueError(f"status={status!r} is unknown; choose one of {list(STATUSES)}")
-        facts = checked_facts(facts)
-        errors = _error_columns(error)
-        facts.setdefault("exit_reason", exit_reason(status, errors["error"]))
-        if facts["exit_reason"] not in EXIT_REASONS:
-            raise ValueError(f"exit_reason={facts['exit_reason']!r} is unknown; choose one of {list(EXIT_REASONS)}")
-        end = {**facts, "status": status, "ended_at": datetime.now(UTC), **errors}
+        end = _end_columns(status, error, facts)
         # Between the tries the lock is free: the claim is to be kept alive meanwhile.
         while (failure := self._try_to_seal(end)) is not None:
             if not self._place.wait_to_retry():
@@ -216,11 +219,15 @@ class AttemptWriter:
                 self.held_back = one_line(failure)
                 self._row = before
                 return failure
-            self.sealed = True
-            self._release()
-            with _keeper_lock:
-                _writers.discard(self)
+            self._close()
             return None
+
+    def _close(self) -> None:
+        """Ends the attempt, whose final parts are written."""
+        self.sealed = True
+        self._release()
+        with _keeper_lock:
+            _writers.discard(self)
 
     @property
     def _claim_path(self) -> str:
@@ -245,29 +252,51 @@ class AttemptWriter:
         return True
 
     def _settle(self) -> None:
-        """Tells rivals that the attempt is begun."""
+        """Tells rivals that the attempt is begun, and the live view where it is."""
         self._begun = True
+        self._progress = {"step": self._row["step"], "num_steps": self._row["num_steps"]}
         self._place.write(self._claim_path, self._claim_content(), durable=False)
+        self._last_beat = time.monotonic()
 
-    def _write_parts(self) -> None:
-        """Metrics first: a row of the trials table never promises metrics that aren't there."""
-        name = parts.part_name(self.trial_id, self.attempt)
-        if (num_rows := len(self._rows)) > self._num_written_rows:
-            columns = ([self.trial_id] * num_rows, [self.attempt] * num_rows, *zip(*self._rows, strict=True))
-            rows = pa.table(
-                [pa.array(values, column.type) for values, column in zip(columns, METRICS, strict=True)],
-                names=[column.name for column in METRICS],
-            )
-            self._place.write(f"metrics/{name}", parts.encode("metrics", rows))
-            self._num_written_rows = num_rows
-        self._row["num_metric_rows"] = self._num_written_rows
-        if self._row != self._written_row:
-            config = {field: config_type(field, value) for field, value in self._config.items()}
-            schema = pa.schema([*DECLARED["trials"].items(), *config.items()])
-            row = pa.Table.from_pylist([{**self._row, **self._config}], schema=schema)
-            self._place.write(f"trials/{name}", parts.encode("trials", row))
-            self._written_row = dict(self._row)
+    def _write_parts(self, *, durable: bool = True) -> None:
+        """Metrics first: a row of the trials table never promises metrics that aren't there.
+
+        Args:
+          durable: whether they must outlive a power cut. What an attempt writes when it begins need not: as long as
+            nothing else of it lasts, it is as well if it was never begun.
+        """
+        for path, data in self._metrics_part().items():
+            self._place.write(path, data, durable=durable)
+        self._num_written_rows = len(self._rows)
+        for path, data in self._trials_part().items():
+            self._place.write(path, data, durable=durable)
+            self._written_row = dict(self._row) if durable else None
         self.held_back = None
+
+    def _metrics_part(self) -> dict[str, bytes]:
+        """Path and content of the part of the metrics table, if there is something new."""
+        if not self._rows or len(self._rows) == self._num_written_rows:
+            return {}
+        num_rows = len(self._rows)
+        columns = ([self.trial_id] * num_rows, [self.attempt] * num_rows, *zip(*self._rows, strict=True))
+        rows = pa.table(
+            [pa.array(values, column.type) for values, column in zip(columns, METRICS, strict=True)],
+            names=[column.name for column in METRICS],
+        )
+        return {f"metrics/{parts.part_name(self.trial_id, self.attempt)}": parts.encode("metrics", rows)}
+
+    def _trials_part(self) -> dict[str, bytes]:
+        """The same of the trials table, once the rows that it promises are written."""
+        self._row["num_metric_rows"] = self._num_written_rows
+        if self._row == self._written_row:
+            return {}
+        config = {field: config_type(field, value) for field, value in self._config.items()}
+        schema = pa.schema([*DECLARED["trials"].items(), *config.items()])
+        # Many times as fast as a column at a time.
+        row = {**self._row, **self._config}
+        batch = pa.RecordBatch.from_struct_array(pa.array([row], pa.struct(schema)))
+        data = parts.encode("trials", pa.Table.from_batches([batch], schema), row=row)
+        return {f"trials/{parts.part_name(self.trial_id, self.attempt)}": data}
 
     def _claim_content(self) -> bytes:
         return claim_content(
@@ -298,6 +327,63 @@ class AttemptWriter:
                 self._beat()
 
 
+class Ending(NamedTuple):
+    """How an attempt ends; see `AttemptWriter.seal`."""
+
+    writer: AttemptWriter
+    status: str
+    error: str | BaseException | None
+    facts: Mapping[str, Any]
+
+
+def seal_all(endings: Sequence[Ending]) -> None:
+    """`AttemptWriter.seal` for attempts of one store that end together: their files are made to last all at once.
+
+    Raises:
+      StoreError: the parts of one can't be written. Those of others may be; `sealed` tells.
+    """
+    ends = [(ending, _end_columns(ending.status, ending.error, ending.facts)) for ending in endings]
+    if len(ends) > 1:
+        with ExitStack() as locks:
+            before = []
+            for ending, end in ends:
+                writer = ending.writer
+                locks.enter_context(writer._lock)
+                writer._require_open()
+                before.append((writer, dict(writer._row)))
+                writer._set(end)
+            place = endings[0].writer._place
+            try:
+                # As with one: all metrics before the rows that promise them.
+                place.write_all({path: data for writer, _ in before for path, data in writer._metrics_part().items()})
+                for writer, _ in before:
+                    writer._num_written_rows = len(writer._rows)
+                place.write_all({path: data for writer, _ in before for path, data in writer._trials_part().items()})
+            except OSError:
+                for writer, row in before:
+                    writer._row = row
+            else:
+                for writer, _ in before:
+                    writer.held_back = None
+                    writer._close()
+                return
+    # One by one, each with the patience that the place asks for.
+    for ending in endings:
+        ending.writer.seal(ending.status, ending.error, **ending.facts)
+
+
+def _end_columns(status: str, error: str | BaseException | None, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row that its end decides."""
+    if status not in STATUSES:
+        raise ValueError(f"status={status!r} is unknown; choose one of {list(STATUSES)}")
+    facts = checked_facts(facts)
+    errors = _error_columns(error)
+    facts.setdefault("exit_reason", exit_reason(status, errors["error"]))
+    if facts["exit_reason"] not in EXIT_REASONS:
+        raise ValueError(f"exit_reason={facts['exit_reason']!r} is unknown; choose one of {list(EXIT_REASONS)}")
+    return {**facts, "status": status, "ended_at": datetime.now(UTC), **errors}
+
+
 def _measurement(step: Any, split: str, metric: str, value: Any) -> tuple[int, str, str, float]:
     step = step_number(step, f"step of metric {split}/{metric}")
     return step, str(split), str(metric), metric_value(value, step, split, metric)
@@ -322,10 +408,15 @@ def checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_value(name: str, value: Any, kind: pa.DataType) -> None:
     """Refuses a value that does not fit a column of this type. Raises ValueError."""
+    if value is None or ((type(value), kind) in _FIT and (type(value) is not str or value.isascii())):
+        return  # most of them, and Arrow takes its time
     try:
         pa.array([value], kind)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}={value!r} does not fit its column, which is {kind}") from error
+
+
+_FIT = {(str, STRING), (float, FLOAT), (bool, BOOL)}
 
 
 def _error_columns(error: str | BaseException | None) -> dict[str, str | None]:

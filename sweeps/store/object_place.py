@@ -213,13 +213,13 @@ class ObjectPlace(Place):
 
     # ------------------------------------------------------------------------------------------------------- reading
 
-    def entries(self, folder: str, suffix: str = "") -> list[Entry]:
-        """The finished objects of a folder: a request for each thousand."""
+    def entries(self, folder: str, suffix: str = "", wanted: Callable[[str], bool] = lambda name: True) -> list[Entry]:
+        """The finished objects of a folder: a request for each thousand, wanted or not."""
         found = [info for info in self._list(folder) if info.type == pafs.FileType.File]
         return sorted(
             Entry(info.base_name, (info.size, info.mtime_ns), info.mtime_ns / 1e9)
             for info in found
-            if not info.base_name.startswith((".", "_")) and info.base_name.endswith(suffix)
+            if not info.base_name.startswith((".", "_")) and info.base_name.endswith(suffix) and wanted(info.base_name)
         )
 
     def names(self, folder: str, prefix: str = "") -> list[str]:

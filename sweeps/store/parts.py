@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -67,13 +67,17 @@ def is_compacted(name: str) -> bool:
     return name.startswith(_COMPACTED)
 
 
-def encode(table: str, rows: pa.Table, *, replaces: Sequence[str] | None = None) -> bytes:
+def encode(
+    table: str, rows: pa.Table, *, replaces: Sequence[str] | None = None, row: Mapping[str, Any] | None = None
+) -> bytes:
     """One Parquet file, marked with its table and the schema's version.
 
     Args:
       table: trials, metrics or sweeps.
       rows: its rows.
       replaces: of a compacted file: names of the files whose rows these are.
+      row: of a part of the trials table: its one row as Python has it, where the caller does: Arrow takes a while to
+        give it back.
     """
     sink = pa.BufferOutputStream()
     # A trials row is many columns of one value each, where statistics and dictionaries only cost.
@@ -96,7 +100,9 @@ def encode(table: str, rows: pa.Table, *, replaces: Sequence[str] | None = None)
             marks["replaces"] = json.dumps(list(replaces))
             # In every small part, these words would make a third of the bytes.
             marks["columns"] = columns_json(table)
-        quick = quick_rows.marks(rows, SCHEMA_VERSION) if alone else {}
+        if alone and row is None and len(rows) == 1:
+            row = rows.to_pylist()[0]
+        quick = quick_rows.marks(row, SCHEMA_VERSION) if alone and row is not None else {}
         seal = {"hyla.seal": (_SEAL + _UNSEALED).decode()}  # last, so that it is the last of its kind in the file
         writer.add_key_value_metadata({f"hyla.{name}": value for name, value in marks.items()} | quick | seal)
         writer.write_table(rows)

@@ -11,7 +11,8 @@ import re
 import shutil
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,9 @@ FOLDERS = ("trials", "metrics", "sweeps", "claims", "checkpoints")
 
 MIN_FREE_BYTES = 16 * 2**20
 """Less free space than this is named before anything starts."""
+
+_MAX_WRITERS = 8
+"""Files that are made to last at once."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -62,8 +66,13 @@ class Place(ABC):
         return f"{self.shown.rstrip('/')}/{path}"
 
     @abstractmethod
-    def entries(self, folder: str, suffix: str = "") -> list[Entry]:
+    def entries(self, folder: str, suffix: str = "", wanted: Callable[[str], bool] = lambda name: True) -> list[Entry]:
         """The finished files of a folder by name; those with a leading dot are still being written. [] if absent.
+
+        Args:
+          folder: where to look.
+          suffix: how their names end.
+          wanted: whether a name is of interest; no more than its name is asked of a file that is not.
 
         Raises:
           StoreError: the folder can't be read.
@@ -89,6 +98,18 @@ class Place(ABC):
         Raises:
           OSError: it can't be written; the old one stays.
         """
+
+    def write_all(self, files: Mapping[str, bytes]) -> None:
+        """`write` for several files, durably. Where one can't be written, others may have been.
+
+        Args:
+          files: path → new content.
+
+        Raises:
+          OSError: one of them can't be written.
+        """
+        for path, data in files.items():
+            self.write(path, data)
 
     @abstractmethod
     def create(self, path: str, data: bytes) -> bool:
@@ -163,12 +184,12 @@ class LocalPlace(Place):
         self.root = Path(root).expanduser()
         self.shown = str(self.root)
 
-    def entries(self, folder: str, suffix: str = "") -> list[Entry]:
+    def entries(self, folder: str, suffix: str = "", wanted: Callable[[str], bool] = lambda name: True) -> list[Entry]:
         entries = []
         try:
             with os.scandir(self.root / folder) as scan:
                 for item in scan:
-                    if item.name.startswith((".", "_")) or not item.name.endswith(suffix):
+                    if item.name.startswith((".", "_")) or not item.name.endswith(suffix) or not wanted(item.name):
                         continue
                     with suppress(FileNotFoundError):
                         stat = item.stat()
@@ -182,8 +203,8 @@ class LocalPlace(Place):
 
     def names(self, folder: str, prefix: str = "") -> list[str]:
         try:
-            with os.scandir(self.root / folder) as scan:
-                return [item.name for item in scan if item.name.startswith(prefix)]
+            names = os.listdir(self.root / folder)  # noqa: PTH208 (three times as fast as making a path of each)
+            return [name for name in names if name.startswith(prefix)] if prefix else names
         except FileNotFoundError:
             return []
 
@@ -206,6 +227,30 @@ class LocalPlace(Place):
             raise
         if durable:
             _sync_folder(target.parent)
+
+    def write_all(self, files: Mapping[str, bytes]) -> None:
+        # A file system makes many files last in hardly more time than one, if it is asked for all of them at once.
+        targets = [self._with_folder(path) for path in files]
+        temporaries = [_temporary(target) for target in targets]
+
+        def write(temporary: Path, data: bytes) -> None:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+
+        try:
+            with ThreadPoolExecutor(min(_MAX_WRITERS, max(1, len(files)))) as pool:
+                list(pool.map(write, temporaries, files.values()))
+            for temporary, target in zip(temporaries, targets, strict=True):
+                temporary.replace(target)
+        except BaseException:
+            for temporary in temporaries:
+                with suppress(OSError):
+                    temporary.unlink()
+            raise
+        for folder in {target.parent for target in targets}:
+            _sync_folder(folder)
 
     def create(self, path: str, data: bytes) -> bool:
         target = self._with_folder(path)

@@ -99,34 +99,48 @@ class Reader:
         """
         return self._until_listed(table, lambda entries: self._read(table, entries, columns, selection))
 
-    def attempts(self) -> list[Attempt]:
-        """What decides which attempt counts, of every attempt; files that haven't changed are remembered."""
-        return self._until_listed("trials", self._read_attempts)
+    def attempts(self, trial_ids: Collection[str] | None = None) -> list[Attempt]:
+        """What decides which attempt counts, of every attempt; files that haven't changed are remembered.
 
-    def numbers(self, trial_id: str) -> list[int]:
-        """Attempts at a trial of which there is, or was, a part, readable or not."""
-        own, numbers = f"{trial_id}-", []
+        Args:
+          trial_ids: at these trials only; None for all. Of other trials' parts no more than the name is looked at.
+        """
+        selection = Selection(trial_ids)
+
+        def wanted(name: str) -> bool:
+            return trial_ids is None or parts.is_compacted(name) or name.rpartition("-")[0] in trial_ids
+
+        return self._until_listed("trials", lambda entries: self._read_attempts(entries, selection), wanted)
+
+    def numbers(self, trial_ids: Collection[str]) -> dict[str, list[int]]:
+        """For each of some trials the attempts of which there is, or was, a part, readable or not."""
+        numbers: dict[str, list[int]] = {trial_id: [] for trial_id in trial_ids}
+
+        def note(names: Collection[str]) -> None:
+            for name in names:
+                # Of the thousands of names, most are cheaply seen to be of others.
+                if name.rpartition("-")[0] in numbers and (split := parts.split_name(name)) is not None:
+                    numbers[split[0]].append(split[1])
+
         for table in ("trials", "metrics"):
-            for name in self._place.names(table):
-                if name.startswith(own):
-                    if (split := parts.split_name(name)) and split[0] == trial_id:
-                        numbers.append(split[1])
-                elif parts.is_compacted(name):
-                    try:
-                        replaced = self._replaced_by(table, name)
-                    except StoreError:
-                        raise
-                    except (Damaged, OSError):
-                        continue
-                    splits = (parts.split_name(other) for other in replaced if other.startswith(own))
-                    numbers += [split[1] for split in splits if split and split[0] == trial_id]
+            names = self._place.names(table)
+            note(names)
+            for name in filter(parts.is_compacted, names):
+                try:
+                    note(self._replaced_by(table, name))
+                except StoreError:
+                    raise
+                except (Damaged, OSError):
+                    continue
         return numbers
 
-    def _until_listed(self, table: str, use: Callable[[list[Entry]], Any]) -> Any:
+    def _until_listed(
+        self, table: str, use: Callable[[list[Entry]], Any], wanted: Callable[[str], bool] = lambda name: True
+    ) -> Any:
         for attempt in range(_MAX_LISTINGS):
             self.damaged[table] = []
             try:
-                return use(self._place.entries(table, parts.SUFFIX))
+                return use(self._place.entries(table, parts.SUFFIX, wanted))
             except _Gone:
                 time.sleep(0.001 * attempt)
         raise StoreError(f"{self._place.shown_path(table)}: its files go while they are read; try again")
@@ -253,7 +267,7 @@ class Reader:
             _check_key(name, (rows["trial_id"][0].as_py(), rows["attempt"][0].as_py()))
         return rows
 
-    def _read_attempts(self, entries: Sequence[Entry]) -> list[Attempt]:
+    def _read_attempts(self, entries: Sequence[Entry], selection: Selection = ALL) -> list[Attempt]:
         compacted = [entry for entry in entries if parts.is_compacted(entry.name)]
         unknown = [entry for entry in compacted if entry.name not in self._compacted_attempts]
         for path, rows in self._each(
@@ -266,14 +280,15 @@ class Reader:
         found: dict[Key, Attempt] = {}
         for name in sorted(there - hidden):
             for row in self._compacted_attempts[name]:
-                found.setdefault((row.trial_id, row.attempt), row)
+                if selection.limit((row.trial_id, row.attempt)) != -1:
+                    found.setdefault((row.trial_id, row.attempt), row)
 
         seen = frozenset(found)
         versions, known, fresh = {}, {}, []
         for entry in entries:
             if parts.is_compacted(entry.name) or entry.name in hidden:
                 continue
-            if not self._is_wanted("trials", entry.name, ALL, seen):
+            if not self._is_wanted("trials", entry.name, selection, seen):
                 continue
             versions[entry.name] = entry
             cached = self._attempts.get(entry.name)
@@ -291,7 +306,7 @@ class Reader:
             # A file that is replaced within the clock's resolution would not look replaced.
             if entry.modified < settled_before or not self._place.settles_after_s:
                 known[entry.name] = (entry.version, row)
-        self._attempts = known
+        self._attempts = known if selection.trial_ids is None else {**self._attempts, **known}
         self.damaged["trials"].sort()
         return [*found.values(), *current]
 

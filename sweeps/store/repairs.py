@@ -311,14 +311,14 @@ class _Work:
         if self.dry_run:
             return True
         store, trial_id = self.store, trial.trial_id
-        claims = store._claims_of(trial_id)
+        claims = store._claims_of([trial_id])[trial_id]
         attempt = 1 + max([*trial.numbers, *(claim.attempt for claim in claims)], default=0)
         row = {**dict.fromkeys(DECLARED["trials"]), "trial_id": trial_id, "attempt": attempt, "start_step": 0}
         writer = AttemptWriter(self.place, row, {}, None)
         if any(claim.alive for claim in claims) or not writer._claim():
             return False
         # The second look: what was begun since this trial was read is none of our business.
-        others = [claim for claim in store._claims_of(trial_id) if claim.attempt != attempt]
+        others = [claim for claim in store._claims_of([trial_id])[trial_id] if claim.attempt != attempt]
         if any(claim.alive for claim in others) or self._has_changed(trial):
             writer._release()
             return False

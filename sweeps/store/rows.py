@@ -25,11 +25,9 @@ _DECLARED = DECLARED["trials"]
 _TIMES = tuple(name for name, kind in _DECLARED.items() if kind == TIME)
 
 
-def marks(rows: pa.Table, schema_version: int) -> dict[str, str]:
+def marks(row: Mapping[str, Any], schema_version: int) -> dict[str, str]:
     """The entry of the footer for a part with one row."""
-    if len(rows) != 1:
-        return {}
-    row = {name: value for name, value in rows.to_pylist()[0].items() if value is not None or name not in _DECLARED}
+    row = {name: value for name, value in row.items() if value is not None or name not in _DECLARED}
     for name in _TIMES:
         if name in row:
             row[name] = (row[name] - _EPOCH) // _US

@@ -11,7 +11,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -79,6 +79,16 @@ class RequestedTrial(Protocol):
     def axes(self) -> Mapping[str, Any]:
         """The value of each axis as written."""
         ...
+
+
+class Beginning(NamedTuple):
+    """A trial of which an attempt is to begin; see `Store.begin`."""
+
+    trial_id: str
+    config_flat: Mapping[str, Any]
+    start_step: int
+    num_steps: int
+    counts: Mapping[str, Any]
 
 
 class Store:
@@ -183,74 +193,118 @@ class Store:
         Raises:
           StoreError: the store can't be written.
         """
-        _check_name("trial_id", trial_id)
-        facts = checked_facts(
-            {"host": socket.gethostname(), "pid": os.getpid(), "user": _user(), **provenance, **counts}
-        )
-        for name, value in config_flat.items():
-            if "." not in name or name in DECLARED["trials"]:
-                raise ValueError(f"config field {name!r} needs a dotted name that is no column of the trials table")
-            check_value(name, value, config_type(name, value))
-        row = {
-            **dict.fromkeys(DECLARED["trials"]),
-            **facts,
-            "trial_id": trial_id,
-            "start_step": step_number(start_step, "start_step"),
-            "step": step_number(start_step, "start_step"),
-            "num_steps": step_number(num_steps, "num_steps"),
-        }
+        return self.begin_all([Beginning(trial_id, config_flat, start_step, num_steps, counts)], provenance)[trial_id]
+
+    def begin_all(
+        self, beginnings: Sequence[Beginning], provenance: Mapping[str, Any]
+    ) -> dict[str, AttemptWriter | None]:
+        """`begin` for trials that are trained together. The store's files are looked through for all of them at once.
+
+        Args:
+          beginnings: the trials, all different.
+          provenance: of all of them.
+
+        Returns:
+          For each trial its writer; None where a live claim of it exists.
+
+        Raises:
+          StoreError: the store can't be written; none of the trials is claimed.
+        """
+        shared = checked_facts({"host": socket.gethostname(), "pid": os.getpid(), "user": _user(), **provenance})
+        rows = {}
+        for trial_id, config_flat, start_step, num_steps, counts in beginnings:
+            _check_name("trial_id", trial_id)
+            for name, value in config_flat.items():
+                if "." not in name or name in DECLARED["trials"]:
+                    raise ValueError(f"config field {name!r} needs a dotted name that is no column of the trials table")
+                check_value(name, value, config_type(name, value))
+            rows[trial_id] = {
+                **dict.fromkeys(DECLARED["trials"]),
+                **shared,
+                **checked_facts(counts),
+                "trial_id": trial_id,
+                "start_step": step_number(start_step, "start_step"),
+                "step": step_number(start_step, "start_step"),
+                "num_steps": step_number(num_steps, "num_steps"),
+            }
+        configs = {beginning.trial_id: beginning.config_flat for beginning in beginnings}
+        begun: dict[str, AttemptWriter | None] = {}
         try:
-            return self._begin(trial_id, row, config_flat)
-        except OSError as error:
-            raise StoreError(f"{self.shown}: trial {trial_id} can't be begun: {one_line(error)}") from error
+            keep_claims_alive()
+            give_up = time.monotonic() + 5
+            while left := [trial_id for trial_id in rows if trial_id not in begun]:
+                if begun:
+                    time.sleep(random.uniform(0.001, 0.01))  # until rivals have settled or stepped back
+                self._begin_round({trial_id: rows[trial_id] for trial_id in left}, configs, begun, give_up)
+        except BaseException as error:
+            for writer in filter(None, begun.values()):
+                writer._release()
+            if isinstance(error, OSError) and not isinstance(error, StoreError):
+                names = f"trial {beginnings[0].trial_id}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+                raise StoreError(f"{self.shown}: {names} can't be begun: {one_line(error)}") from error
+            raise
+        return begun
 
-    def _begin(self, trial_id: str, row: Mapping[str, Any], config: Mapping[str, Any]) -> AttemptWriter | None:
-        """Rivals for a trial agree without a lock, through exclusive creation of the claim and a second look.
+    def _begin_round(
+        self,
+        rows: Mapping[str, Mapping[str, Any]],
+        configs: Mapping[str, Mapping[str, Any]],
+        begun: dict[str, AttemptWriter | None],
+        give_up: float,
+    ) -> None:
+        """Tries once to begin each of some trials, and notes in `begun` those of which it is settled.
 
+        Rivals for a trial agree without a lock, through exclusive creation of the claim and a second look.
         A claim counts only after its maker has looked again: it steps back where meanwhile a part of this or a later
         attempt appeared (its number was out of date), or where a live claim with a lower number exists. Dead claims are
         swept away only once the new attempt's part is there, so that nobody can take a number for free that isn't.
         """
-        give_up = time.monotonic() + 5
-        while True:
-            numbers, claims = self._reader.numbers(trial_id), self._claims_of(trial_id)
-            if live := [claim for claim in claims if claim.alive]:
-                if any(claim.begun for claim in live) or time.monotonic() > give_up:
-                    return None
-                time.sleep(random.uniform(0.001, 0.01))  # until the rival has settled or stepped back
-                continue
-            attempt = 1 + max([*numbers, *(claim.attempt for claim in claims)], default=0)
-            started = {**row, "attempt": attempt, "started_at": datetime.now(UTC)}
-            writer = AttemptWriter(self.place, started, config, row["run_id"])
-            if not writer._claim():
-                continue
-            try:
-                numbers, claims = self._reader.numbers(trial_id), self._claims_of(trial_id, besides=attempt)
-                outdated = any(number >= attempt for number in numbers)
+        numbers, claims = self._reader.numbers(rows), self._claims_of(rows)
+        held: dict[str, AttemptWriter] = {}
+        try:
+            for trial_id, row in rows.items():
+                if live := [claim for claim in claims[trial_id] if claim.alive]:
+                    if any(claim.begun for claim in live) or time.monotonic() > give_up:
+                        begun[trial_id] = None
+                    continue
+                attempt = 1 + max([*numbers[trial_id], *(claim.attempt for claim in claims[trial_id])], default=0)
+                started = {**row, "attempt": attempt, "started_at": datetime.now(UTC)}
+                writer = AttemptWriter(self.place, started, configs[trial_id], row["run_id"])
+                if writer._claim():
+                    held[trial_id] = writer
+            if held:
+                own = {f"{trial_id}-{writer.attempt}{CLAIM_SUFFIX}" for trial_id, writer in held.items()}
+                numbers, claims = self._reader.numbers(held), self._claims_of(held, besides=own)
+            for trial_id, writer in list(held.items()):
+                outdated = any(number >= writer.attempt for number in numbers[trial_id])
                 # Names in a bucket may be half a minute old, and a part that is there must not be replaced.
                 outdated = outdated or (
-                    self.place.is_remote and self.place.exists(f"trials/{parts.part_name(trial_id, attempt)}")
+                    self.place.is_remote and self.place.exists(f"trials/{parts.part_name(trial_id, writer.attempt)}")
                 )
-                if outdated or any(claim.alive and claim.attempt < attempt for claim in claims):
+                if outdated or any(claim.alive and claim.attempt < writer.attempt for claim in claims[trial_id]):
                     writer._release()
-                    time.sleep(random.uniform(0.001, 0.01))
+                    del held[trial_id]
                     continue
-                writer._write_parts()
-                for claim in claims:
+                writer._write_parts(durable=False)
+                for claim in claims[trial_id]:
                     if not claim.alive:
                         self._sweep_away(claim)
                 writer._settle()
-            except BaseException:
+                begun[trial_id] = writer
+        except BaseException:
+            for writer in held.values():
                 writer._release()
-                raise
-            keep_claims_alive()
-            return writer
+            raise
 
-    def _claims_of(self, trial_id: str, besides: int | None = None) -> list[Claim]:
-        """The claims of a trial, without that of one attempt."""
-        names = self.place.names("claims", f"{trial_id}-")
-        claims = [read_claim(self.place, name) for name in names if name != f"{trial_id}-{besides}{CLAIM_SUFFIX}"]
-        return [claim for claim in claims if claim and claim.trial_id == trial_id]
+    def _claims_of(self, trial_ids: Collection[str], besides: Collection[str] = ()) -> dict[str, list[Claim]]:
+        """The claims of each of some trials, without the files `besides`."""
+        found: dict[str, list[Claim]] = {trial_id: [] for trial_id in trial_ids}
+        for name in self.place.names("claims"):
+            if name.rpartition("-")[0] not in found or name in besides:
+                continue
+            if (claim := read_claim(self.place, name)) is not None:
+                found[claim.trial_id].append(claim)
+        return found
 
     def _sweep_away(self, claim: Claim) -> None:
         """Removes a dead claim and what its process left half written."""
@@ -264,9 +318,11 @@ class Store:
                 self.place.remove(f"{folder}/{leftover}")
         self.place.remove(claim_path(claim.trial_id, claim.attempt))
 
-    def claims(self) -> list[Claim]:
-        """All claims, live and dead."""
-        entries = self.place.entries("claims", CLAIM_SUFFIX)
+    def claims(self, trial_ids: Collection[str] | None = None) -> list[Claim]:
+        """All claims, live and dead; those of some trials only, where these are given."""
+        entries = self.place.entries(
+            "claims", CLAIM_SUFFIX, lambda name: trial_ids is None or name.rpartition("-")[0] in trial_ids
+        )
         if self.place.is_remote and len(entries) > 1:
             with ThreadPoolExecutor(self.place.num_readers) as pool:
                 found = list(pool.map(lambda entry: read_claim(self.place, entry.name, entry.modified), entries))
@@ -433,12 +489,13 @@ class Store:
         counting = winners(self._reader.attempts())
         return {trial_id: row.status for trial_id, row in counting.items() if row.status in FINAL}
 
-    def statuses(self) -> dict[str, TrialState]:
-        """Every trial that was ever begun: trial_id → where it is."""
-        live = self._live_claims()  # before the parts: an attempt that ends meanwhile is then told by its sealed part
-        attempts = self._reader.attempts()
+    def statuses(self, trial_ids: Collection[str] | None = None) -> dict[str, TrialState]:
+        """Every trial that was ever begun, or those among some: trial_id → where it is."""
+        # Claims come before the parts: an attempt that ends meanwhile is then told by its sealed part.
+        live = self._live_claims(trial_ids)
+        attempts = self._reader.attempts(trial_ids)
         if any(row.status is None and (row.trial_id, row.attempt) not in live for row in attempts):
-            live |= self._live_claims()  # and after: it may have begun meanwhile
+            live |= self._live_claims(trial_ids)  # and after: it may have begun meanwhile
         states = {
             trial_id: TrialState(
                 status=row.status or "interrupted",
@@ -550,8 +607,8 @@ class Store:
             chosen = [index for index, key in enumerate(keys) if key in counting]
         return table.take(pa.array(sorted(chosen, key=lambda index: keys[index]), INT))
 
-    def _live_claims(self) -> dict[tuple[str, int], Claim]:
-        return {(claim.trial_id, claim.attempt): claim for claim in self.claims() if claim.alive}
+    def _live_claims(self, trial_ids: Collection[str] | None = None) -> dict[tuple[str, int], Claim]:
+        return {(claim.trial_id, claim.attempt): claim for claim in self.claims(trial_ids) if claim.alive}
 
     def metrics(
         self,

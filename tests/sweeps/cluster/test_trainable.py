@@ -23,6 +23,7 @@ from sweeps.expand import expand
 from sweeps.packs import Pack, make_packs
 from sweeps.spec import Resources, load_sweep
 from sweeps.store import AttemptWriter, Store, StoreError, equal_tables
+from sweeps.store.places import LocalPlace
 
 
 @pytest.fixture(autouse=True)
@@ -299,12 +300,14 @@ def test_a_trial_whose_trained_state_was_to_stay_and_cannot_is_not_finished(trai
 def test_a_trained_state_that_was_saved_before_a_crash_is_enough_to_finish(train, pack, job, store, monkeypatch):
     seal = AttemptWriter.seal
 
-    def crash(self, status, error=None, **facts):
+    def crash(*_, **__):
         raise StoreError("gone")
 
     keeping = job._replace(keep_checkpoints=True)
     monkeypatch.setattr(AttemptWriter, "seal", crash)
-    assert run_pack(pack, keeping).error is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalPlace, "write_all", crash)
+        assert run_pack(pack, keeping).error is not None
     monkeypatch.setattr(AttemptWriter, "seal", seal)
     assert set(run_pack(pack, keeping).statuses.values()) == {"finished"}
     assert store.metrics(trial_ids=[ids(pack)[0]])["step"].tolist() == [5, 10, 15, 20]

@@ -424,7 +424,7 @@ def test_names_that_are_no_file_names_are_refused(store, name):
 # ------------------------------------------------------------------------------------------------------ full disks
 
 
-def full_disk(*_: object) -> None:
+def full_disk(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -452,9 +452,11 @@ def test_rows_are_held_back_while_the_disk_is_full(store, monkeypatch):
 
 def test_no_trial_begins_on_a_full_disk(store, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full_disk)
+        patch.setattr(LocalPlace, "write", full_disk)
         with pytest.raises(StoreError, match="trial t can't be begun: No space left on device"):
             begin(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_disk)
         with pytest.raises(StoreError, match="checkpoint at step 5 can't be written: No space"):
             store.save_checkpoint("t", 5, b"state")
         with pytest.raises(StoreError, match="the request can't be recorded: No space"):
@@ -537,7 +539,7 @@ def test_heartbeats_are_written_at_most_every_second(store, monkeypatch):
     writer = begin(store)
     writer.heartbeat(step=1)
     writer.heartbeat(step=2)
-    assert store.claims()[0].progress == {"step": 1}
+    assert store.claims()[0].progress == {"step": 1, "num_steps": 100}
     writer._beat_due = 0.0
     writer.heartbeat(loss=float("nan"))
     progress = store.claims()[0].progress
@@ -690,18 +692,18 @@ def test_a_stale_number_is_noticed(store, monkeypatch):
     looks = []
     real = Reader.numbers
 
-    def look_then_lose_time(self, trial_id):
-        parts = real(self, trial_id)
+    def look_then_lose_time(self, trial_ids):
+        parts = real(self, trial_ids)
         looks.append(parts)
         if len(looks) == 1:
             with monkeypatch.context() as patch:
                 patch.setattr(Reader, "numbers", real)
-                attempt(Store.open(store.path), trial_id, "failed", [1])
+                attempt(Store.open(store.path), "t", "failed", [1])
         return parts
 
     monkeypatch.setattr(Reader, "numbers", look_then_lose_time)
     assert begin(store).attempt == 2
-    assert looks[0] == []
+    assert looks[0] == {"t": []}
 
 
 def test_a_claim_that_a_listing_missed_is_noticed(store, monkeypatch):
@@ -710,9 +712,9 @@ def test_a_claim_that_a_listing_missed_is_noticed(store, monkeypatch):
     real = Store._claims_of
     looks = []
 
-    def miss_once(self, trial_id, **besides):
-        looks.append(trial_id)
-        return [] if len(looks) == 1 else real(self, trial_id, **besides)
+    def miss_once(self, trial_ids, **besides):
+        looks.append(trial_ids)
+        return {"t": []} if len(looks) == 1 else real(self, trial_ids, **besides)
 
     monkeypatch.setattr(Store, "_claims_of", miss_once)
     assert store.begin("t", CONFIG, {}, 0, 100, {}) is None
