@@ -410,7 +410,8 @@ class TrainConfig(Config):
 
     def identity(self) -> dict[str, Any]:
         """All fields that change the result and are not at their default, nested by section."""
-        return self.model_dump(mode="json", exclude_defaults=True, exclude=NOT_IDENTITY)
+        sections = self.model_dump(mode="json", exclude_defaults=True, exclude=NOT_IDENTITY)
+        return {name: fields for name, fields in sections.items() if fields}
 
     def flat(self) -> dict[str, Any]:
         """Every field under its dotted name, `{"model.emb_dim": 128, …}`."""

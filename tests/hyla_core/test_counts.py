@@ -198,6 +198,17 @@ def test_step_memory_is_within_a_factor_of_two_of_what_the_compiler_plans(name, 
     )
 
 
+@pytest.mark.slow
+def test_rematerialisation_saves_most_of_the_memory_of_a_deep_model():
+    kept, remat = (
+        small_config(task={"num_features": 4}, num_layers=8, numerics={"remat": remat}, **WIDE)
+        for remat in (False, True)
+    )
+    # Parameters and optimiser are there either way.
+    state = 4 * 5 * sum(num_params(kept).values())
+    assert planned_bytes(remat, 1) - state < (planned_bytes(kept, 1) - state) / 2
+
+
 # Of a sweep's shapes, the smallest and the largest of each variant; all were compared once, see the commit.
 SHIPPED = [
     pytest.param(tiny, attention, width, depth, id=f"{'tiny' if tiny else 'full'}-{attention}-{width}-{depth}")
