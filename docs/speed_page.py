@@ -71,5 +71,31 @@ def steps_section(result: dict[str, Any]) -> list[str]:
     ]
 
 
-SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {"steps": steps_section}
+def blockwise_section(result: dict[str, Any]) -> list[str]:
+    """Attention in blocks against attention from all pairs."""
+    model = result["model"]
+    header = ("positions", "way", "step, s", "memory of a step, MiB", "compilation, s")
+    rows = [
+        (
+            f"{step['seq_len']:,}",
+            step["way"],
+            "does not fit" if step["step_s"] is None else f"{step['step_s']:.1f}",
+            f"{step['temp_bytes'] / 2**20:,.0f}",
+            f"{step['compile_s']:.0f}",
+        )
+        for step in result["steps"]
+    ]
+    return [
+        "## Long sequences",
+        "",
+        f"`python benchmarks/blockwise.py`: {model['attention']}, {model['num_layers']} layers of {model['num_heads']} heads "
+        f"of {model['qk_dim'] // model['num_heads']}, dropout on, batch {result['batch']}; loss and gradients, medians.",
+        "",
+        machine_line(result["machine"]),
+        "",
+        *markdown_table(header, rows),
+    ]
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {"steps": steps_section, "blockwise": blockwise_section}
 """By the name of a result's file, in the order of the page."""

@@ -39,4 +39,6 @@ def test_what_was_not_measured_has_no_section(speed_page, tmp_path):
 
 
 def test_the_results_in_the_repository_have_their_sections(speed_page):
-    assert "## Training steps" in speed_page.page(speed_page.RESULTS)
+    page = speed_page.page(speed_page.RESULTS)
+    assert "## Training steps" in page
+    assert "## Long sequences" in page
