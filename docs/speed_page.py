@@ -88,8 +88,8 @@ def blockwise_section(result: dict[str, Any]) -> list[str]:
     return [
         "## Long sequences",
         "",
-        f"`python benchmarks/blockwise.py`: {model['attention']}, {model['num_layers']} layers of {model['num_heads']} heads "
-        f"of {model['qk_dim'] // model['num_heads']}, dropout on, batch {result['batch']}; loss and gradients, medians.",
+        f"`python benchmarks/blockwise.py`: {model['attention']}, {model['num_layers']} layers of {model['num_heads']} "
+        f"heads of {model['qk_dim'] // model['num_heads']}, dropout on, batch {result['batch']}; medians.",
         "",
         machine_line(result["machine"]),
         "",
