@@ -63,6 +63,16 @@ def attend(
     Raises:
       ValueError: the variant's normalisation looks at all keys, or its value network has an unknown hidden layer.
     """
+    check(variant)
+    seq_len = query.shape[1]
+    words = None if rng is None or not dropout else jnp.stack(key_words(rng))
+    blocks = Blocks(min(blocks.queries, seq_len), min(blocks.keys, seq_len))
+    setup = _Setup(variant, blocks, seq_len, causal, dropout if words is not None else 0.0)
+    return _attend(setup, query, key, value, _Pairs(offset_bias, mask, words))
+
+
+def check(variant: Variant) -> None:
+    """Raises a ValueError that says what is allowed if a variant cannot be computed in blocks."""
     if not variant.is_pairwise:
         raise ValueError(
             f"normalize={variant.normalize!r} looks at more than one pair of query and key, and cannot be computed in "
@@ -70,11 +80,6 @@ def attend(
         )
     if variant.num_hidden and variant.values not in values.ACTIVATIONS:
         raise ValueError(f"values={variant.values!r} is unknown in blocks; choose one of {list(values.ACTIVATIONS)}")
-    seq_len = query.shape[1]
-    words = None if rng is None or not dropout else jnp.stack(key_words(rng))
-    blocks = Blocks(min(blocks.queries, seq_len), min(blocks.keys, seq_len))
-    setup = _Setup(variant, blocks, seq_len, causal, dropout if words is not None else 0.0)
-    return _attend(setup, query, key, value, _Pairs(offset_bias, mask, words))
 
 
 class _Setup(NamedTuple):

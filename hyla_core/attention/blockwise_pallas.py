@@ -26,7 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from hyla_core.attention import values
-from hyla_core.attention.variants import PAIRWISE, Variant
+from hyla_core.attention.blockwise import check
+from hyla_core.attention.variants import Variant
 from hyla_core.dropout import MAX_INDEX, block_index, kept_by_words, key_words
 
 SIZE = 16
@@ -68,13 +69,7 @@ def attend(
     Raises:
       ValueError: as for `blockwise.attend`.
     """
-    if not variant.is_pairwise:
-        raise ValueError(
-            f"normalize={variant.normalize!r} looks at more than one pair of query and key, and cannot be computed in "
-            f"blocks; choose one of {list(PAIRWISE)}"
-        )
-    if variant.num_hidden and variant.values not in values.ACTIVATIONS:
-        raise ValueError(f"values={variant.values!r} is unknown in blocks; choose one of {list(values.ACTIVATIONS)}")
+    check(variant)
     seq_len, num_heads, qk_dim = query.shape[1:]
     if seq_len**2 > MAX_INDEX:
         raise ValueError(
