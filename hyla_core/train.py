@@ -262,30 +262,24 @@ class _Program:
             return jax.ShapeDtypeStruct(np.shape(value), np.asarray(value).dtype)
 
         members = jax.tree.map(described, _stack([_make_member(shape)] * num_members))
-        init = self._on_members(functools.partial(_map_members, self._init_member), (_MEMBERS,), _MEMBERS)
-        state = jax.eval_shape(init, members)
+        init = self._lowered_init(members)
+        state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), init.out_info)
+        if mesh is None:
+            state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_members, *leaf.shape), leaf.dtype), state)
         step, flag = described(np.uint32(0)), described(np.bool_(False))
         feed = self._described_feed(num_members)
 
         self.member_state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
-        # What runs once is not worth optimising: on a CPU that took as long as compiling the training step.
-        hasty: dict[str, str | bool] = {
-            "xla_backend_optimization_level": "0",
-            "xla_llvm_disable_expensive_passes": True,
-        }
-        # Else XLA's CPU compiler finds the blocks computed twice, and keeps the first result: nothing would be saved.
-        remat: dict[str, str | bool] = {"xla_disable_hlo_passes": "cse_barrier_expander"}
         advance = self._on_members(self._advance, (_MEMBERS, _MEMBERS, _MEMBERS, P(), P(), P()), (_MEMBERS, _MEMBERS))
         evaluate = self._on_members(self._evaluate, (_MEMBERS, _MEMBERS, _MEMBERS, P()), P(None, "members"))
         group = self._group(0)
-        init_places: dict[str, Any] = {}
+        on_cpu = jax.default_backend() == "cpu"
         advance_places: dict[str, Any] = {}
         evaluate_places: dict[str, Any] = {}
         if mesh is not None:
             states = state_shardings(mesh, shape, state, with_members=True)
             by_member, everywhere = NamedSharding(mesh, _MEMBERS), NamedSharding(mesh, P())
             batches = NamedSharding(mesh, P("members", None, "batch"))
-            init_places = {"in_shardings": (by_member,), "out_shardings": states}
             advance_places = {
                 "in_shardings": (states, by_member, batches, *[everywhere] * 3),
                 "out_shardings": (states, by_member),
@@ -297,16 +291,32 @@ class _Program:
             self._states, self._by_member, self._batches = states, by_member, batches
             self.member_shardings = state_shardings(mesh, shape, self.member_state, with_members=False)
         self.is_sharded = mesh is not None and mesh.shape["model"] > 1
-        self.init = (
-            jax.jit(init, **init_places).lower(members).compile(hasty if jax.default_backend() == "cpu" else None)
-        )
+        self._init_compiled = init.compile(_HASTY if on_cpu else None)
         lowered = jax.jit(advance, donate_argnums=0, **advance_places).lower(state, members, feed, step, step, flag)
         hits = _cache_hits.count
-        self.advance = lowered.compile(remat if shape.numerics.remat and jax.default_backend() == "cpu" else None)
+        self.advance = lowered.compile(_REMAT if on_cpu and shape.numerics.remat else None)
         _Program.num_loaded += _cache_hits.count - hits
-        self._evaluate_compiled = (
-            jax.jit(evaluate, **evaluate_places).lower(state.params, members, feed, group).compile()
-        )
+        lowered = jax.jit(evaluate, **evaluate_places).lower(state.params, members, feed, group)
+        self._evaluate_compiled = lowered.compile(_LIGHT if on_cpu else None)
+
+    def _lowered_init(self, members: Any) -> jax.stages.Lowered:
+        """The program that makes first states: on one device that of a single member, which takes less to compile."""
+        if self._mesh is None:
+            return jax.jit(self._init_member).lower(
+                jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), members)
+            )
+        init = self._on_members(functools.partial(_map_members, self._init_member), (_MEMBERS,), _MEMBERS)
+        state = jax.eval_shape(init, members)
+        states = state_shardings(self._mesh, self._shape, state, with_members=True)
+        by_member = NamedSharding(self._mesh, _MEMBERS)
+        return jax.jit(init, in_shardings=(by_member,), out_shardings=states).lower(members)
+
+    def first_states(self, members: Member) -> list[MemberState]:
+        """The states from which members start, as `take_states` gives them; members are those on the host."""
+        if self._mesh is not None:
+            return self.take_states(self._init_compiled(self.place_members(members)))
+        number = members.num_train.shape[0]
+        return jax.device_get([self._init_compiled(_unstack(members, i)) for i in range(number)])
 
     def _on_members(self, function: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
         """A function of all members that each device of the axis `members` applies to its own, sending nothing."""
@@ -528,6 +538,15 @@ def _program(shape: TrainConfig, num_members: int, mesh: Mesh | None = None) -> 
 
 
 _MEMBERS = P("members")
+
+_HASTY: dict[str, str | bool] = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+"""For what runs once: on a CPU, optimising it took as long as compiling the training step."""
+
+_LIGHT: dict[str, str | bool] = {"xla_llvm_disable_expensive_passes": True}
+"""For what runs now and then: a fifth less to compile, and evaluations of the tiny sweep took no longer."""
+
+_REMAT: dict[str, str | bool] = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+"""For rematerialisation: XLA's CPU compiler else finds what is computed twice, keeps it, and saves nothing."""
 
 
 class _CacheHits:
@@ -768,10 +787,10 @@ class _Run:
         self._derived = task.derived
         steps_fed = self._program.feed_steps
         self._feeder = None if steps_fed is None else _Feeder(task, padded, steps_fed)
-        self._members = self._program.place_members(_stack([_make_member(config) for config in padded]))
+        members = _stack([_make_member(config) for config in padded])
+        self._members = self._program.place_members(members)
         self._num_idle = num_idle
-        initial = self._program.take_states(self._program.init(self._members))
-        self._states = initial[: len(configs)]  # stale while a member is being trained
+        self._states = self._program.first_states(members)[: len(configs)]  # stale while a member is being trained
         self._steps = [0] * len(configs)
         self._losses = [math.nan] * len(configs)
         for i, trial_id in enumerate(self._trial_ids):
