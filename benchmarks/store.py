@@ -23,8 +23,6 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -34,8 +32,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 
+from benchmarks.machine import machine, peak_mem_bytes
 from sweeps.store import TRIALS, AttemptWriter, Store, compact
 from sweeps.store.places import LocalPlace
 
@@ -99,7 +97,7 @@ def run(folder: Path, num_trials: int, num_rows: int) -> dict[str, Any]:
     Returns:
       What stands in store.json; times in seconds, sizes in bytes.
     """
-    on = machine()
+    on = machine("pyarrow", "pandas", "numpy")
     start = time.perf_counter()
     make_store(folder, num_trials, num_rows)
     made_s = time.perf_counter() - start
@@ -202,17 +200,17 @@ def measure(name: str, folder: Path) -> dict[str, float]:
 
 
 def _measure(name: str, store: Store) -> dict[str, float]:
-    before = _peak_mem_bytes()
+    before = peak_mem_bytes()
     if name == "compact":
         start = time.perf_counter()
         compact(store, grace_s=0)
-        return {"s": time.perf_counter() - start, "peak_mem_bytes": _peak_mem_bytes(), "import_mem_bytes": before}
+        return {"s": time.perf_counter() - start, "peak_mem_bytes": peak_mem_bytes(), "import_mem_bytes": before}
     if name == "scaling_frame":
         import analysis.frames  # noqa: F401  loaded before the clock starts
     start = time.perf_counter()
     rows = MEASUREMENTS[name](store)
     taken = time.perf_counter() - start
-    peak = _peak_mem_bytes()
+    peak = peak_mem_bytes()
     start = time.perf_counter()
     MEASUREMENTS[name](store)
     again = time.perf_counter() - start
@@ -225,14 +223,6 @@ def _num_frame_rows(store: Store) -> int:
     return len(load_sweep(store).trials)
 
 
-def _peak_mem_bytes() -> int:
-    """Most memory this process has had. `getrusage` won't do: a child inherits the peak of its parent there."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return 1024 * int(line.split()[1])
-    raise OSError("no VmHWM in /proc/self/status")
-
-
 def sizes(folder: Path) -> dict[str, dict[str, int]]:
     """Files and bytes of each table."""
     found = {}
@@ -240,23 +230,6 @@ def sizes(folder: Path) -> dict[str, dict[str, int]]:
         stats = [path.stat() for path in (folder / name).glob("*.parquet")]
         found[name] = {"files": len(stats), "bytes": sum(stat.st_size for stat in stats)}
     return found
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers depend on; neither host nor path."""
-    cpu = platform.processor() or platform.machine()
-    with Path("/proc/cpuinfo").open() as file:
-        cpu = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), cpu)
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 2),  # what else it did, before this began
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "python": platform.python_version(),
-        "pyarrow": pa.__version__,
-        "pandas": pd.__version__,
-        "numpy": np.__version__,
-    }
 
 
 def table(result: dict[str, Any]) -> str:

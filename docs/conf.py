@@ -10,6 +10,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import api_pages  # noqa: E402  beside this file
 import schema_page  # noqa: E402
+import speed_page  # noqa: E402
 
 project = "hyla"
 author = "The hyla developers"
@@ -50,3 +51,4 @@ html_last_updated_fmt = None
 
 api_pages.write_pages(DOCS.parent, DOCS / "api")
 schema_page.write_page(DOCS / "generated" / "schema.md")
+speed_page.write_page(DOCS / "generated" / "measurements.md")

@@ -244,8 +244,8 @@ class LanguageConfig(Config):
 
 TaskConfig = Annotated[SravenConfig | FuzzyLogicConfig | LanguageConfig, Field(discriminator="name")]
 
-NOT_IDENTITY = {"task": {"text", "valid_text"}}
-"""Fields that say where something lies, not what it is: never part of a trial's identity."""
+NOT_IDENTITY = {"task": {"text", "valid_text"}, "numerics": {"remat"}}
+"""Fields that say where something lies or how it is computed, not what is learned: never part of a trial's identity."""
 
 
 class DataConfig(Config):
@@ -351,6 +351,7 @@ class NumericsConfig(Config):
 
     dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters and sums stay float32
     matmul_precision: Literal["default", "high", "highest"] = "default"
+    remat: bool = False  # compute each block's activations anew in the backward pass: less memory, more time
 
 
 HELD_OUT_BY = {"test": "test_fraction", "ood": "ood_fraction"}
@@ -409,7 +410,8 @@ class TrainConfig(Config):
 
     def identity(self) -> dict[str, Any]:
         """All fields that change the result and are not at their default, nested by section."""
-        return self.model_dump(mode="json", exclude_defaults=True, exclude=NOT_IDENTITY)
+        sections = self.model_dump(mode="json", exclude_defaults=True, exclude=NOT_IDENTITY)
+        return {name: fields for name, fields in sections.items() if fields}
 
     def flat(self) -> dict[str, Any]:
         """Every field under its dotted name, `{"model.emb_dim": 128, …}`."""

@@ -4,6 +4,7 @@ Symbols of the derivations: s = seq_len, e = emb_dim, q = qk_dim, v = v_dim, h =
 i = input_dim, o = output_dim. Imports neither jax nor flax, so that a sweep is priced without them.
 """
 
+from hyla_core.attention import choice
 from hyla_core.attention.variants import VARIANTS
 from hyla_core.config import ModelConfig, TrainConfig
 
@@ -77,8 +78,8 @@ def transformer_params(
 def train_flops_per_example(config: TrainConfig) -> int:
     """Floating-point operations of the matrix products that training does for one example, forward and backward.
 
-    Everything else (norms, softmax, activations, the optimiser) is left out, and so is recomputation, of which there is
-    none. `transformer_flops` derives the number.
+    Everything else (norms, softmax, activations, the optimiser) is left out, and so is recomputation: attention in
+    blocks computes scores and hidden layer once more. `transformer_flops` derives the number.
     """
     task = config.task
     return transformer_flops(
@@ -145,6 +146,13 @@ def step_memory_bytes(config: TrainConfig, num_members: int = 1, *, side_by_side
     Per example, in the layer that is worked on: gradients with respect to scores and weights 2·h·s², the hidden layer
     (m + 1)·s²·v/h where there is one, the MLP 2·s·f and the stream 2·s·e. At the two ends: inputs s·i, embedding and
     last norm 6·s·e, logits 3·s·o, or 4·s·vocab where the embedding table reads out and every position is scored.
+    Where attention passes in blocks (`choice.py`; members side by side are taken for those on an accelerator), nothing
+    of the size s² is there. The layer that is worked on has copies of queries, keys and values cut into blocks, and
+    sums of their gradients, 2·s·(2q + n·v + v); and one block of g × k pairs at a time, of one example on CPUs and of
+    all elsewhere: scores, weights and their gradients 8·h·g·k, hidden layers, activations and gradients
+    (4·m + 2)·g·k·v/h.
+    With rematerialisation only the stream before each block is kept, s·e, and the rest of one layer at a time.
+    On CPUs a batch passes in pieces (`choice.py`), of which two are there at a time, and gradients are summed apart.
     Members side by side have all of this each, those that take turns share room for one.
 
     All are counted as float32, whatever the dtype of activations: scores, weights and norms are, and processors without
@@ -164,16 +172,26 @@ def step_memory_bytes(config: TrainConfig, num_members: int = 1, *, side_by_side
     mlp_copies = {"gelu_mlp": 3, "swiglu": 6}[model.feedforward] + 2 * (model.dropout > 0)
     saved = 6 * s * e + mlp_copies * s * f
     in_work = 2 * (s * f + s * e)
+    at_once = 0  # of all examples together
     if model.block != "mlp_only":
-        weights_copies = 1 + (variant.normalize == "rms_over_heads") + (model.attention_dropout > 0)
-        num_sums, hidden = variant.num_hidden, s * s * model.v_head_dim
-        saved += 6 * s * e + s * (2 * q + variant.num_values * v) + weights_copies * h * s * s + s * v
-        saved += (num_sums + 1) * num_sums * hidden
-        in_work += 2 * h * s * s + (num_sums + 1) * hidden * (num_sums > 0)
+        saved += 6 * s * e + s * (2 * q + variant.num_values * v) + s * v
+        num_sums, blocks = variant.num_hidden, choice.blocks(variant, s, "gpu" if side_by_side else "cpu")
+        if blocks is None:
+            weights_copies = 1 + (variant.normalize == "rms_over_heads") + (model.attention_dropout > 0)
+            hidden = s * s * model.v_head_dim
+            saved += weights_copies * h * s * s + (num_sums + 1) * num_sums * hidden
+            in_work += 2 * h * s * s + (num_sums + 1) * hidden * (num_sums > 0)
+        else:
+            in_work += 2 * s * (2 * q + variant.num_values * v + v)
+            block = blocks.queries * blocks.keys * (8 * h + (4 * num_sums + 2) * model.v_head_dim)
+            at_once += block * (config.optim.batch_size if side_by_side else 1)
     logits = 3 * task.output_dim if task.output_dim is not None else 4 * (task.vocab_size or 0)
     ends = s * (task.input_dim + 6 * e + logits)
-    activations = config.optim.batch_size * (model.num_layers * saved + in_work + ends)
+    layers = model.num_layers * s * e + saved if config.numerics.remat else model.num_layers * saved
+    pieces = choice.pieces(config, "gpu" if side_by_side else "cpu")
+    examples = config.optim.batch_size // pieces * min(2, pieces)
     params = sum(num_params(config).values())
+    activations = examples * (layers + in_work + ends) + at_once + 2 * params * (pieces > 1)
     if side_by_side or num_members == 1:
         return 4 * num_members * (5 * params + activations)
     return 4 * ((6 * num_members + 2) * params + activations)

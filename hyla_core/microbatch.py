@@ -14,34 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hyla_core.config import TrainConfig
 from hyla_core.tasks import Batch
 
-CACHE_BYTES = 2**20
-"""Attention weights that a piece of a batch may have.
-
-Measured on cores with 2 MiB of cache each: SRAVEN of 83 kB per example took least time with 8 to 16 examples a piece.
-"""
-
-
-def num_pieces(config: TrainConfig) -> int:
-    """Into how many pieces of equal size a training's batches are cut on the default backend.
-
-    Args:
-      config: the training.
-
-    Returns:
-      A divisor of the batch size; 1 on accelerators, and where masks of dropout differ between examples.
-    """
-    c, size = config.model, config.optim.batch_size
-    if jax.default_backend() != "cpu" or c.dropout:
-        return 1
-    example_bytes = 4 * c.num_heads * config.task.seq_len**2
-    return next(pieces for pieces in range(1, size + 1) if not size % pieces and _fits(size // pieces, example_bytes))
-
-
-def _fits(num_examples: int, example_bytes: int) -> bool:
-    return num_examples == 1 or num_examples * example_bytes <= CACHE_BYTES
+AT_ONCE = 2
+"""Pieces that are computed side by side where there is more than one core."""
 
 
 def gradient(
@@ -68,6 +44,6 @@ def gradient(
     def add(total: Any, piece: Batch) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, one(params, piece)), None
 
-    # Two pieces in one turn of the loop depend on each other only where they are added up, so two cores share them.
-    turns = 2 if len(os.sched_getaffinity(0)) > 1 else 1
-    return jax.lax.scan(add, nothing, cut, unroll=turns)[0]
+    # Pieces in one turn of the loop depend on each other only where they are added up, so that cores share them.
+    at_once = AT_ONCE if len(os.sched_getaffinity(0)) > 1 else 1
+    return jax.lax.scan(add, nothing, cut, unroll=at_once)[0]

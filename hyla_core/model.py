@@ -11,7 +11,6 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from hyla_core.attention.layer import Attention
@@ -37,12 +36,13 @@ class Block(nn.Module):
     dtype: str = "float32"
 
     @nn.compact
-    def __call__(self, stream: Array, *, mask: Array | None, deterministic: bool) -> Array:
+    def __call__(self, stream: Array, mask: Array | None, deterministic: bool) -> Array:
         """Adds what this block has to say to the residual stream.
 
         Args:
           stream: [batch, seq, emb].
-          mask: broadcasts to [batch, heads, query, key]; true where the query may see the key.
+          mask: broadcasts to [batch, heads, query, key]; true where the query may see the key. The causal mask, if the
+            config asks for it, comes on top.
           deterministic: switches dropout off.
 
         Returns:
@@ -52,8 +52,9 @@ class Block(nn.Module):
         bias = None
         if c.relative_position:
             # As in the official code, a block without attention has a table too, which nothing trains.
-            bias = RelativePositionBias(c.num_heads, c.max_distance, name="relative_embedding")(stream.shape[1])
-            self.sow("intermediates", "attn_bias", bias)
+            bias = RelativePositionBias(c.num_heads, c.max_distance, name="relative_embedding")()
+            if self.is_mutable_collection("intermediates"):
+                self.sow("intermediates", "attn_bias", bias.by_pair(stream.shape[1]))
         feedforward = FEEDFORWARDS[c.feedforward](c.mlp_dim, c.dropout, self.dtype, name="state_mixer")
 
         def attend(inputs: Array) -> Array:
@@ -65,6 +66,7 @@ class Block(nn.Module):
                 c.attention_dropout,
                 c.normalize_qk,
                 self.dtype,
+                c.causal,
                 name="sequence_mixer",
             )
             mixed = attention(inputs, bias=bias, mask=mask, deterministic=deterministic)
@@ -87,12 +89,14 @@ class Transformer(nn.Module):
       output_dim: logits per position. None: logits are products with the token embeddings, which needs a vocab_size.
       vocab_size: number of tokens. None: inputs are continuous vectors.
       dtype: of activations. Parameters, norms, attention scores and logits are float32.
+      remat: whether the backward pass computes what happens inside a block again, instead of finding it in memory.
     """
 
     config: ModelConfig
     output_dim: int | None
     vocab_size: int | None = None
     dtype: str = "float32"
+    remat: bool = False
 
     @nn.compact
     def __call__(self, inputs: Array, *, mask: Array | None = None, deterministic: bool) -> Array:
@@ -122,13 +126,12 @@ class Transformer(nn.Module):
             stream = stream + sinusoidal_code(seq_len, c.emb_dim).astype(stream.dtype)
         stream = nn.Dropout(c.dropout)(stream, deterministic=deterministic)
 
-        if c.causal:
-            causal = jnp.asarray(np.tri(seq_len, dtype=bool))[None, None]
-            mask = causal if mask is None else mask & causal
-        shared = Block(c, self.dtype, name="transformer_block") if c.share_layers else None
+        # `deterministic`, the third argument after the module, is a Python boolean and stays one.
+        make_block = nn.remat(Block, static_argnums=(3,)) if self.remat else Block
+        shared = make_block(c, self.dtype, name="transformer_block") if c.share_layers else None
         for layer in range(c.num_layers):
-            block = shared or Block(c, self.dtype, name=f"transformer_block_{layer}")
-            stream = block(stream, mask=mask, deterministic=deterministic)
+            block = shared or make_block(c, self.dtype, name=f"transformer_block_{layer}")
+            stream = block(stream, mask, deterministic)
 
         stream = _norm("layer", "float32", "decoder_norm")(stream)
         if self.output_dim is None:
@@ -199,7 +202,7 @@ def attention_weights(
     if c.block == "mlp_only":
         return []
     with jax.default_matmul_precision(config.numerics.matmul_precision):
-        _, state = _transformer(config).apply(
+        _, state = _transformer(config, remat=False).apply(
             {"params": params}, inputs, mask=mask, deterministic=True, mutable="intermediates"
         )
     name = "attn_weights" if normalized else "attn_scores"
@@ -212,9 +215,10 @@ def attention_weights(
     return [sown(f"transformer_block_{layer}")[0] for layer in range(c.num_layers)]
 
 
-def _transformer(config: TrainConfig) -> Transformer:
-    task = config.task
-    return Transformer(config.model, task.output_dim, task.vocab_size, config.numerics.dtype)
+def _transformer(config: TrainConfig, *, remat: bool | None = None) -> Transformer:
+    task, numerics = config.task, config.numerics
+    remat = numerics.remat if remat is None else remat
+    return Transformer(config.model, task.output_dim, task.vocab_size, numerics.dtype, remat)
 
 
 def _norm(name: str, dtype: str, module_name: str) -> nn.LayerNorm | nn.RMSNorm:

@@ -1,5 +1,7 @@
 """Where a position is: T5's relative position biases and the sinusoidal code."""
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +30,13 @@ def relative_position_buckets(
     Reference: arXiv 1910.10683, Section 2.1. Models of arXiv 2406.05816 use one direction, with a causal mask or not.
     """
     position = np.arange(seq_len, dtype=np.int32)
-    distance = position[:, None] - position[None, :]
+    offsets = position[:, None] - position[None, :]
+    return _buckets(offsets, num_buckets, max_distance, bidirectional)
+
+
+def _buckets(offsets: np.ndarray, num_buckets: int, max_distance: int, bidirectional: bool) -> np.ndarray:
+    """The bucket of each offset of a query's position from a key's; arguments as for `relative_position_buckets`."""
+    distance = offsets
     first = np.zeros_like(distance)
     if bidirectional:
         num_buckets //= 2
@@ -43,6 +51,23 @@ def relative_position_buckets(
     return (first + np.where(distance < exact, distance, np.minimum(far_bucket, num_buckets - 1))).astype(np.int32)
 
 
+class PositionBias(NamedTuple):
+    """A bias of each head for each bucket of relative positions, as many buckets as distances."""
+
+    table: Array  # [heads, buckets], float32
+
+    def by_pair(self, seq_len: int) -> Array:
+        """The biases of all pairs of positions, [1, heads, query, key]."""
+        num_buckets = self.table.shape[1]
+        return self.table[None, :, relative_position_buckets(seq_len, num_buckets, num_buckets)]
+
+    def by_offset(self, seq_len: int) -> Array:
+        """The biases by the query's position less the key's, from 1 - seq_len on: [heads, 2·seq_len - 1]."""
+        num_buckets = self.table.shape[1]
+        offsets = np.arange(1 - seq_len, seq_len, dtype=np.int32)
+        return self.table[:, _buckets(offsets, num_buckets, num_buckets, bidirectional=False)]
+
+
 class RelativePositionBias(nn.Module):
     """A learned bias of each head for each bucket of relative positions.
 
@@ -55,20 +80,10 @@ class RelativePositionBias(nn.Module):
     max_distance: int
 
     @nn.compact
-    def __call__(self, seq_len: int) -> Array:
-        """Looks up the biases for a sequence.
-
-        Args:
-          seq_len: number of positions.
-
-        Returns:
-          [1, heads, query, key], float32.
-        """
-        table = self.param(
-            "rel_embedding", nn.linear.default_embed_init, (self.num_heads, self.max_distance), jnp.float32
-        )
-        buckets = relative_position_buckets(seq_len, self.max_distance, self.max_distance)
-        return table[None, :, buckets]
+    def __call__(self) -> PositionBias:
+        """The table, which looks up the biases for a sequence."""
+        shape = self.num_heads, self.max_distance
+        return PositionBias(self.param("rel_embedding", nn.linear.default_embed_init, shape, jnp.float32))
 
 
 def sinusoidal_code(seq_len: int, dim: int) -> np.ndarray:

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hyla_core import checkpoint, metrics, microbatch, model, optim, sharded_checkpoint
+from hyla_core.attention import choice
 from hyla_core.checkpoint import DamagedCheckpoint
 from hyla_core.config import (
     MAX_EXAMPLES,
@@ -264,7 +265,7 @@ class _Program:
         self._eval_batches = _EvalBatches.of(shape, self._task.eval_splits)
         self.feed_steps = _feed_steps(shape) if self._task.is_fed else None
         # A mesh spreads the batch over its devices; pieces would gather it again.
-        self._num_pieces = microbatch.num_pieces(shape) if mesh is None else 1
+        self._num_pieces = choice.pieces(shape, jax.default_backend()) if mesh is None else 1
 
         def described(value: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(np.shape(value), np.asarray(value).dtype)
@@ -302,7 +303,7 @@ class _Program:
         self._init_compiled = init.compile(_HASTY if on_cpu else None)
         lowered = jax.jit(advance, donate_argnums=0, **advance_places).lower(state, members, feed, step, step, flag)
         hits = _cache_hits.count
-        self.advance = lowered.compile()
+        self.advance = lowered.compile(_REMAT if on_cpu and shape.numerics.remat else None)
         _Program.num_loaded += _cache_hits.count - hits
         lowered = jax.jit(evaluate, **evaluate_places).lower(state.params, members, feed, group)
         self._evaluate_compiled = lowered.compile(_LIGHT if on_cpu else None)
@@ -581,6 +582,9 @@ _HASTY: dict[str, str | bool] = {"xla_backend_optimization_level": "0", "xla_llv
 
 _LIGHT: dict[str, str | bool] = {"xla_llvm_disable_expensive_passes": True}
 """For what runs now and then: a fifth less to compile, and evaluations of the tiny sweep took no longer."""
+
+_REMAT: dict[str, str | bool] = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+"""For rematerialisation: XLA's CPU compiler else finds what is computed twice, keeps it, and saves nothing."""
 
 
 class _CacheHits:

@@ -6,6 +6,8 @@ may) and returns weights of the shape of the scores, in float32. A masked entry'
 Reference: arXiv 2406.05816, Section 2.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -56,5 +58,35 @@ def rms_over_heads(scores: Array, mask: Array | None = None, eps: float = 1e-6) 
     Reference: arXiv 2406.05816, Section 2, HYLA's normalisation over heads.
     """
     scores = unnormalized(scores, mask)
-    mean_square = jnp.mean(jnp.square(scores), axis=1, keepdims=True)
+    mean_square = jnp.mean(jnp.square(scores), axis=-3, keepdims=True)
     return scores * jax.lax.rsqrt(mean_square + eps)
+
+
+def unnormalized_gradient(scores: Array, gradient: Array) -> Array:
+    """What `unnormalized` makes of a gradient: nothing. Arguments as for `rms_over_heads_gradient`."""
+    return gradient
+
+
+def rms_over_heads_gradient(scores: Array, gradient: Array, eps: float = 1e-6) -> Array:
+    """The gradient with respect to the scores, from the gradient with respect to the weights of `rms_over_heads`.
+
+    With r = 1 / √(mean square + eps), it is r·g - s·r³·mean(s·g), means over heads.
+
+    Args:
+      scores: [batch, heads, query, key], masked entries already zero.
+      gradient: of the shape of scores; masked entries are of no account, as nobody asks for theirs.
+      eps: as for `rms_over_heads`.
+
+    Returns:
+      [batch, heads, query, key], float32.
+    """
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(scores), axis=-3, keepdims=True) + eps)
+    common = jnp.mean(scores * gradient, axis=-3, keepdims=True) * scale * scale * scale
+    return gradient * scale - scores * common
+
+
+GRADIENTS: dict[str, Callable[[Array, Array], Array]] = {
+    "unnormalized": unnormalized_gradient,
+    "rms_over_heads": rms_over_heads_gradient,
+}
+"""For each normalisation that looks at one pair of query and key at a time, how it hands a gradient back."""

@@ -7,6 +7,8 @@ network. Result and hidden layer have the type of the values; sums are float32.
 Reference: arXiv 2406.05816, Section 2.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -74,7 +76,24 @@ def gated_values(weights: Array, values: Array, products: Products = EINSUM) -> 
     Reference: arXiv 2002.05202 (SwiGLU), in the place of HYLA's relu.
     """
     gate, up = (_hidden(weights, part, products) for part in jnp.split(values, 2, axis=-1))
-    return _readout(weights, jax.nn.silu(gate) * up, products)
+    return _readout(weights, _gated(gate, up), products)
+
+
+def _gated(gate: Array, up: Array) -> Array:
+    return jax.nn.silu(gate) * up
+
+
+def _unchanged(hidden: Array) -> Array:
+    return hidden
+
+
+ACTIVATIONS: dict[str, Callable[..., Array]] = {
+    "relu_values": jax.nn.relu,
+    "linear_values": _unchanged,
+    "gated_values": _gated,
+}
+"""What a network with a hidden layer makes of its sums over heads, entry by entry: a function of as many arrays as
+there are sums. For code that computes the sums in another order (`blockwise.py`)."""
 
 
 def _hidden(weights: Array, values: Array, products: Products) -> Array:

@@ -8,6 +8,9 @@ Reference: arXiv 2406.05816, Section 2 (attention as a hypernetwork, HYLA).
 
 from typing import NamedTuple
 
+PAIRWISE = ("unnormalized", "rms_over_heads")
+"""Normalisations that look at one pair of query and key at a time, and so allow to compute attention in blocks."""
+
 
 class Variant(NamedTuple):
     """One attention variant."""
@@ -22,6 +25,11 @@ class Variant(NamedTuple):
     def num_values(self) -> int:
         """Vectors of v_head_dim entries that a head projects for each key: one for each sum, and at least one."""
         return max(1, self.num_hidden)
+
+    @property
+    def is_pairwise(self) -> bool:
+        """Whether the weights of a pair of query and key follow from its own scores, whatever the other keys' are."""
+        return self.normalize in PAIRWISE
 
 
 VARIANTS: dict[str, Variant] = {

@@ -16,6 +16,8 @@ from model_cases import MODEL_OPTIONS, small_config
 
 import sweeps
 from hyla_core import train
+from hyla_core.attention import choice, layer
+from hyla_core.attention.products import EINSUM
 from hyla_core.attention.variants import VARIANTS
 from hyla_core.config import ModelConfig, TrainConfig
 from hyla_core.counts import (
@@ -73,6 +75,12 @@ def product_flops(jaxpr: Jaxpr) -> int:
     return flops
 
 
+@pytest.fixture
+def einsums(monkeypatch):
+    """Makes every product one einsum: a CPU's forms sum gradients of biases by products with ones."""
+    monkeypatch.setattr(layer, "fastest", lambda dtype: EINSUM)
+
+
 @pytest.mark.parametrize("options", CASES)
 def test_num_params_counts_the_tree(options):
     config = small_config(**options)
@@ -109,7 +117,7 @@ def traced_flops(config: TrainConfig, batch_size: int) -> int:
 
 
 @pytest.mark.parametrize("options", CASES)
-def test_train_flops_counts_the_products_of_a_training_step(options):
+def test_train_flops_counts_the_products_of_a_training_step(options, einsums):
     config = small_config(**options)
     assert traced_flops(config, batch_size=3) == 3 * train_flops_per_example(config)
 
@@ -117,7 +125,7 @@ def test_train_flops_counts_the_products_of_a_training_step(options):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", ALL_CASES)
-def test_counts_of_every_variant_with_every_option(options, dtype):
+def test_counts_of_every_variant_with_every_option(options, dtype, einsums):
     config = small_config(**options, numerics={"dtype": dtype})
     assert traced_flops(config, batch_size=2) == 2 * train_flops_per_example(config)
     assert num_params(config) == params_by_group(jax.eval_shape(partial(init_params, config), jax.random.key(0)))
@@ -128,7 +136,7 @@ def test_counts_of_every_variant_with_every_option(options, dtype):
     [({"attention": name}, None) for name in VARIANTS] + [({"share_layers": True}, None), ({}, 3)],
     ids=str,
 )
-def test_transformer_flops_of_a_token_model(options, output_dim):
+def test_transformer_flops_of_a_token_model(options, output_dim, einsums):
     model = small_config(causal=True, absolute_position=True, **options).model
     tokens = jnp.zeros((2, 4), jnp.int32)
     params = token_params(model, output_dim)
@@ -156,6 +164,7 @@ MEMORY_CASES: dict[str, dict[str, Any]] = {name: {"attention": name} for name in
     "wide_hidden": {"attention": "hyla_linear_no_rms", "num_heads": 2, "v_dim": 64},
     "swiglu": {"attention": "linear", "feedforward": "swiglu", "norm": "rms"},
     "mlp_only": {"block": "mlp_only"},
+    "remat": {"num_layers": 4, "numerics": {"remat": True}},
 }
 
 
@@ -163,6 +172,13 @@ def planned_bytes(config: TrainConfig, num_members: int) -> int:
     """What the compiler sets aside for the program that trains a pack."""
     plan = train._Program(train.program_shape(config), num_members, None).advance.memory_analysis()
     return plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes + plan.temp_size_in_bytes
+
+
+def compute_members(side_by_side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has this CPU compile what an accelerator would: members side by side, and a batch at once."""
+    monkeypatch.setattr(train, "_takes_turns", lambda: not side_by_side)
+    if side_by_side:
+        monkeypatch.setattr(choice, "CACHE_BYTES", 2**60)
 
 
 def assert_within_a_factor_of_two(config: TrainConfig, num_members: int, side_by_side: bool) -> None:
@@ -174,12 +190,23 @@ def assert_within_a_factor_of_two(config: TrainConfig, num_members: int, side_by
 @pytest.mark.parametrize(("num_members", "side_by_side"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize("name", MEMORY_CASES)
 def test_step_memory_is_within_a_factor_of_two_of_what_the_compiler_plans(name, num_members, side_by_side, monkeypatch):
-    monkeypatch.setattr(train, "_takes_turns", lambda: not side_by_side)
+    compute_members(side_by_side, monkeypatch)
     config = small_config(task={"num_features": 2}, **WIDE | MEMORY_CASES[name])
     optim = {**config.model_dump()["optim"], "batch_size": 32}  # so that examples outweigh parameters
     assert_within_a_factor_of_two(
         TrainConfig.model_validate({**config.model_dump(), "optim": optim}), num_members, side_by_side
     )
+
+
+@pytest.mark.slow
+def test_rematerialisation_saves_most_of_the_memory_of_a_deep_model():
+    kept, remat = (
+        small_config(task={"num_features": 4}, num_layers=8, numerics={"remat": remat}, **WIDE)
+        for remat in (False, True)
+    )
+    # Parameters and optimiser are there either way.
+    state = 4 * 5 * sum(num_params(kept).values())
+    assert planned_bytes(remat, 1) - state < (planned_bytes(kept, 1) - state) / 2
 
 
 # Of a sweep's shapes, the smallest and the largest of each variant; all were compared once, see the commit.
@@ -195,7 +222,7 @@ SHIPPED = [
 @pytest.mark.parametrize(("tiny", "attention", "width", "depth"), SHIPPED)
 def test_step_memory_is_within_a_factor_of_two_on_the_shipped_sweep(tiny, attention, width, depth, monkeypatch):
     """As it is meant to run: the tiny one with two members in turns on a core, the other with eight on a GPU."""
-    monkeypatch.setattr(train, "_takes_turns", lambda: tiny)
+    compute_members(not tiny, monkeypatch)
     axes = {"model.attention": attention, "model.width": width, "model.depth": depth}
     trials = expand(load_sweep(Path(sweeps.__file__).parent / "scaling.yaml", tiny=tiny))
     config = next(trial.config for trial in trials if axes.items() <= trial.axes.items())
@@ -210,6 +237,35 @@ def test_step_memory_is_within_a_factor_of_two_on_the_other_tiny_sweeps(sweep, a
     trials = expand(load_sweep(Path(sweeps.__file__).parent / f"{sweep}.yaml", tiny=True))
     config = next(trial.config for trial in trials if trial.config.model.attention == attention)
     assert_within_a_factor_of_two(config, 2, side_by_side=False)
+
+
+def long_config(seq_len: int, **model: Any) -> TrainConfig:
+    fields = small_config(**model).model_dump()
+    data = {**fields["data"], "num_test": 4}
+    task = {"name": "fuzzy_logic", "num_context": seq_len - 1}
+    return TrainConfig.model_validate({**fields, "task": task, "data": data})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hyla", "hyla_gated", "linear"])
+@pytest.mark.parametrize("num_members", [1, 3])
+def test_step_memory_is_within_a_factor_of_two_in_blocks(name, num_members, monkeypatch):
+    monkeypatch.setattr(train, "_takes_turns", lambda: True)
+    # No MLP to speak of beside attention.
+    sizes = {"emb_dim": 32, "num_heads": 8, "qk_dim": 64, "v_dim": 64, "mlp_dim": 8, "max_distance": 64}
+    config = long_config(300, attention=name, attention_dropout=0.1, **sizes)
+    assert_within_a_factor_of_two(config, num_members, side_by_side=False)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.is_pairwise])
+def test_step_memory_of_blocks_grows_with_the_sequence(name, backend):
+    short, long = (
+        step_memory_bytes(long_config(seq_len, attention=name), side_by_side=backend == "gpu")
+        for seq_len in (1024, 2048)
+    )
+    assert choice.blocks(VARIANTS[name], 1024, backend) is not None
+    assert 1.3 * short < long < 2.2 * short
 
 
 @pytest.mark.parametrize(("num_features", "seq_len"), [(1, 9), (2, 18)])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hyla_core import microbatch
+from hyla_core.attention import choice
 from hyla_core.config import TrainConfig
 from hyla_core.tasks import Batch
 
@@ -67,9 +68,8 @@ def config(num_heads=16, batch_size=128, dropout=0.0):
     ],
 )
 def test_pieces_fit_the_cache_and_divide_the_batch(changes, pieces):
-    assert microbatch.num_pieces(config(**changes)) == pieces
+    assert choice.pieces(config(**changes), "cpu") == pieces
 
 
-def test_accelerators_take_a_batch_at_once(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert microbatch.num_pieces(config()) == 1
+def test_accelerators_take_a_batch_at_once():
+    assert choice.pieces(config(), "gpu") == choice.pieces(config(), "tpu") == 1

@@ -17,7 +17,7 @@ from hyla_core.attention import layer
 from hyla_core.attention.products import EINSUM
 from hyla_core.attention.variants import VARIANTS
 from hyla_core.config import TrainConfig
-from hyla_core.model import Transformer, apply, init_params
+from hyla_core.model import Transformer, apply, attention_weights, init_params
 
 SEQ, INPUT_DIM, OUTPUT_DIM = 9, 5, 5  # of small_config's task
 
@@ -236,7 +236,8 @@ def test_bfloat16_is_for_activations_alone(feedforward):
     final = ("__call__", "decoder_norm", "logitdense")
     for name, output in outputs.items():
         exact = name.startswith(final) or any(part in name for part in attention)
-        assert output.dtype == (jnp.float32 if exact else jnp.bfloat16), name
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(output)}
+        assert dtypes == {jnp.dtype("float32" if exact else "bfloat16")}, name
 
 
 def test_bfloat16_changes_little():
@@ -246,6 +247,25 @@ def test_bfloat16_changes_little():
     exact, rounded = (quick_jit(partial(apply, config))(params, batch()) for config in (full, half))
     assert rounded.dtype == jnp.float32
     assert 1e-5 < np.abs(exact - rounded).max() < 0.1
+
+
+@pytest.mark.parametrize("options", [{}, {"share_layers": True}], ids=str)
+def test_rematerialisation_changes_neither_gradients_nor_what_is_looked_at(options):
+    plain, remat = (
+        small_config(attention="hyla", dropout=0.2, attention_dropout=0.2, numerics={"remat": remat}, **options)
+        for remat in (False, True)
+    )
+    params, inputs = random_params(plain), batch(3)
+    assert plain.trial_id == remat.trial_id
+
+    def loss(config, params):
+        return jnp.sum(jnp.square(apply(config, params, inputs, dropout_rng=jax.random.key(5))))
+
+    grads = [quick_jit(jax.grad(partial(loss, config)))(params) for config in (plain, remat)]
+    for ours, theirs in zip(*map(jax.tree.leaves, grads), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(*(attention_weights(config, params, inputs) for config in (plain, remat)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["high", "highest"])

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import jax
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 from model_cases import small_config
 
-from hyla_core.position import RelativePositionBias, relative_position_buckets, sinusoidal_code
+from hyla_core.position import PositionBias, RelativePositionBias, relative_position_buckets, sinusoidal_code
 
 
 def bucket_by_hand(query: int, key: int, num_buckets: int) -> int:
@@ -40,15 +41,24 @@ def test_bidirectional_buckets_tell_before_from_after():
 def test_bias_looks_up_the_table():
     module = RelativePositionBias(num_heads=2, max_distance=4)
     table = jnp.arange(8.0).reshape(2, 4)
-    bias = module.apply({"params": {"rel_embedding": table}}, 3)
+    bias = module.apply({"params": {"rel_embedding": table}}).by_pair(3)
     # Buckets [[0, 0, 0], [1, 0, 0], [2, 1, 0]].
     expected = [[[[0, 0, 0], [1, 0, 0], [2, 1, 0]], [[4, 4, 4], [5, 4, 4], [6, 5, 4]]]]
     np.testing.assert_array_equal(bias, expected)
 
 
+@pytest.mark.parametrize("num_buckets", [2, 5, 8])
+def test_bias_by_offset_is_that_of_every_pair(num_buckets):
+    bias = PositionBias(jnp.asarray(np.random.default_rng(0).normal(size=(3, num_buckets)), jnp.float32))
+    by_offset, by_pair = bias.by_offset(13), bias.by_pair(13)
+    assert by_offset.shape == (3, 25)
+    for query, key in itertools.product(range(13), repeat=2):
+        np.testing.assert_array_equal(by_offset[:, query - key + 12], by_pair[0, :, query, key])
+
+
 def test_bias_table_starts_with_variance_one_over_buckets():
     module = RelativePositionBias(num_heads=50, max_distance=40)
-    table = module.init(jax.random.key(0), 1)["params"]["rel_embedding"]
+    table = module.init(jax.random.key(0))["params"]["rel_embedding"]
     assert table.shape == (50, 40)
     assert float(jnp.std(table)) == pytest.approx(1 / math.sqrt(40), rel=0.1)
 

@@ -9,12 +9,13 @@ from quick_jit import quick_jit
 
 from hyla_core.attention.layer import Attention
 from hyla_core.attention.variants import VARIANTS, Variant
+from hyla_core.position import PositionBias
 
 BATCH, HEADS, SEQ = 2, 3, 5
 
 
 @partial(jax.jit, static_argnums=0)
-def drop(layer: Attention, params: dict[str, Any], inputs: jax.Array, bias: jax.Array, rng: jax.Array) -> jax.Array:
+def drop(layer: Attention, params: dict[str, Any], inputs: jax.Array, bias: PositionBias, rng: jax.Array) -> jax.Array:
     return layer.apply({"params": params}, inputs, bias=bias, deterministic=False, rngs={"dropout": rng})
 
 
@@ -35,7 +36,7 @@ def dropped_weights(rng: jax.Array, rate: float) -> np.ndarray:
         "value": {"kernel": code, "bias": jnp.zeros((HEADS, SEQ))},
         "out": {"kernel": jnp.eye(emb_dim).reshape(HEADS, SEQ, emb_dim), "bias": jnp.zeros(emb_dim)},
     }
-    bias = jnp.ones((1, HEADS, SEQ, SEQ))
+    bias = PositionBias(jnp.ones((HEADS, SEQ)))
     output = drop(layer, params, one_hot, bias, rng)
     return np.asarray(output).reshape(BATCH, SEQ, HEADS, SEQ).transpose(0, 2, 1, 3)
 

@@ -9,6 +9,7 @@ import pytest
 from quick_jit import known_options
 
 from hyla_core import checkpoint, corpus, tokens, train
+from hyla_core.attention import choice
 from hyla_core.config import Cadence, LanguageConfig, SeedsConfig, TrainConfig
 from hyla_core.sequences import sequences_of
 from hyla_core.tasks import Batch, make_task
@@ -245,9 +246,9 @@ def test_rows_do_not_depend_on_the_pieces_of_a_batch(text, monkeypatch):
     # Documents end at different places, so that the pieces of a batch count differently.
     config = train_config(text, task={"sequences": "per_document"})
     whole = run([config]).rows(config)
-    monkeypatch.setattr(microbatch, "CACHE_BYTES", 1)
+    monkeypatch.setattr(choice, "CACHE_BYTES", 1)
     train._program.drop()
-    assert microbatch.num_pieces(config) == 8
+    assert choice.pieces(config, "cpu") == 8
     pieces = run([config]).rows(config)
     train._program.drop()
     for ours, theirs in zip(pieces, whole, strict=True):
