@@ -232,14 +232,14 @@ class Store:
         try:
             keep_claims_alive()
             give_up = time.monotonic() + 5
-            while left := [trial_id for trial_id in rows if trial_id not in begun]:
-                if begun:
-                    time.sleep(random.uniform(0.001, 0.01))  # until rivals have settled or stepped back
-                self._begin_round({trial_id: rows[trial_id] for trial_id in left}, configs, begun, give_up)
+            self._begin_round(rows, configs, begun, give_up)
+            while left := {trial_id: row for trial_id, row in rows.items() if trial_id not in begun}:
+                time.sleep(random.uniform(0.001, 0.01))  # until rivals have settled or stepped back
+                self._begin_round(left, configs, begun, give_up)
         except BaseException as error:
             for writer in filter(None, begun.values()):
                 writer._release()
-            if isinstance(error, OSError) and not isinstance(error, StoreError):
+            if isinstance(error, OSError):
                 names = f"trial {beginnings[0].trial_id}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
                 raise StoreError(f"{self.shown}: {names} can't be begun: {one_line(error)}") from error
             raise
