@@ -40,5 +40,7 @@ def test_what_was_not_measured_has_no_section(speed_page, tmp_path):
 
 def test_the_results_in_the_repository_have_their_sections(speed_page):
     page = speed_page.page(speed_page.RESULTS)
-    assert "## Training steps" in page
-    assert "## Long sequences" in page
+    titles = {"steps": "## Training steps", "blockwise": "## Long sequences"}
+    assert titles.keys() == speed_page.SECTIONS.keys()
+    for name, title in titles.items():
+        assert (title in page) == (speed_page.RESULTS / f"{name}.json").exists()
