@@ -33,10 +33,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.machine import machine
-from hyla_core.attention import choice, layer
-from hyla_core.attention.choice import Blocks
+from hyla_core import choice
+from hyla_core.attention import layer
 from hyla_core.attention.products import EINSUM
 from hyla_core.attention.variants import VARIANTS
+from hyla_core.choice import Blocks
 from hyla_core.config import ModelConfig
 from hyla_core.model import Transformer
 

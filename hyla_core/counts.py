@@ -4,7 +4,7 @@ Symbols of the derivations: s = seq_len, e = emb_dim, q = qk_dim, v = v_dim, h =
 i = input_dim, o = output_dim. Imports neither jax nor flax, so that a sweep is priced without them.
 """
 
-from hyla_core.attention import choice
+from hyla_core import choice
 from hyla_core.attention.variants import VARIANTS
 from hyla_core.config import ModelConfig, TrainConfig
 
@@ -152,7 +152,8 @@ def step_memory_bytes(config: TrainConfig, num_members: int = 1, *, side_by_side
     all elsewhere: scores, weights and their gradients 8·h·g·k, hidden layers, activations and gradients
     (4·m + 2)·g·k·v/h.
     With rematerialisation only the stream before each block is kept, s·e, and the rest of one layer at a time.
-    On CPUs a batch passes in pieces (`choice.py`), of which two are there at a time, and gradients are summed apart.
+    On CPUs a batch passes in pieces (`choice.py`), of which PIECES_AT_ONCE are there at a time, and gradients are
+    summed apart.
     Members side by side have all of this each, those that take turns share room for one.
 
     All are counted as float32, whatever the dtype of activations: scores, weights and norms are, and processors without
@@ -189,7 +190,7 @@ def step_memory_bytes(config: TrainConfig, num_members: int = 1, *, side_by_side
     ends = s * (task.input_dim + 6 * e + logits)
     layers = model.num_layers * s * e + saved if config.numerics.remat else model.num_layers * saved
     pieces = choice.pieces(config, "gpu" if side_by_side else "cpu")
-    examples = config.optim.batch_size // pieces * min(2, pieces)
+    examples = config.optim.batch_size // pieces * min(choice.PIECES_AT_ONCE, pieces)
     params = sum(num_params(config).values())
     activations = examples * (layers + in_work + ends) + at_once + 2 * params * (pieces > 1)
     if side_by_side or num_members == 1:

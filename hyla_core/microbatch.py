@@ -6,7 +6,6 @@ gradients of a batch took about half the time (`benchmarks/steps.py`). Accelerat
 as there is.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hyla_core import choice
 from hyla_core.tasks import Batch
-
-AT_ONCE = 2
-"""Pieces that are computed side by side where there is more than one core."""
 
 
 def gradient(
@@ -44,6 +41,6 @@ def gradient(
     def add(total: Any, piece: Batch) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, one(params, piece)), None
 
-    # Pieces in one turn of the loop depend on each other only where they are added up, so that cores share them.
-    at_once = AT_ONCE if len(os.sched_getaffinity(0)) > 1 else 1
-    return jax.lax.scan(add, nothing, cut, unroll=at_once)[0]
+    # Pieces in one turn of the loop depend on each other only where they are added up, so that cores share them. How
+    # many cores there are does not matter: one program for all machines is one result, and one entry of a cache.
+    return jax.lax.scan(add, nothing, cut, unroll=choice.PIECES_AT_ONCE)[0]

@@ -23,8 +23,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hyla_core import checkpoint, metrics, microbatch, model, optim, sharded_checkpoint
-from hyla_core.attention import choice
+from hyla_core import checkpoint, choice, metrics, microbatch, model, optim, sharded_checkpoint
 from hyla_core.checkpoint import DamagedCheckpoint
 from hyla_core.config import (
     MAX_EXAMPLES,

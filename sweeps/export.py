@@ -64,7 +64,7 @@ def export_command(args: argparse.Namespace) -> int:
             print(f"{shown}: no sweep is called {args.sweep!r}; {known}", file=sys.stderr)
             return NOT_FOUND
         requests = chosen
-    latest = _latest(requests)
+    latest = store.sweeps()
     asked = requests if args.raw else latest
     trial_ids = None if chosen is None else list(dict.fromkeys(asked["trial_id"]))
 
@@ -192,14 +192,6 @@ def _of_sweep(requests: pd.DataFrame, wanted: str) -> pd.DataFrame | None:
         if (names == name).any():
             return requests[names == name].reset_index(drop=True)
     return None
-
-
-def _latest(requests: pd.DataFrame) -> pd.DataFrame:
-    """The rows of each sweep's latest request; requests are in order."""
-    if requests.empty:
-        return requests
-    last = requests.groupby(["sweep", "tiny"])["request_id"].transform("last")
-    return requests[requests["request_id"] == last].reset_index(drop=True)
 
 
 def _check_out(out: Path) -> None:

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from hyla_core.attention import normalize, values
-from hyla_core.attention.choice import Blocks
 from hyla_core.attention.variants import PAIRWISE, Variant
+from hyla_core.choice import Blocks
 from hyla_core.dropout import block_index, kept_by_words, key_words
 from hyla_core.numerics import product
 

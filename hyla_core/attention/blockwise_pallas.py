@@ -27,15 +27,13 @@ from jax.experimental.pallas import triton
 
 from hyla_core.attention import values
 from hyla_core.attention.blockwise import check
+from hyla_core.attention.normalize import EPS
 from hyla_core.attention.variants import Variant
 from hyla_core.dropout import MAX_INDEX, block_index, kept_by_words, key_words
 
 SIZE = 16
 """Queries and keys of a block: the least that Triton's product of matrices takes. A hidden layer of width 64 has 2^14
 numbers then, which a program's registers can hold."""
-
-EPS = 1e-6
-"""As in `normalize.rms_over_heads`."""
 
 
 def attend(

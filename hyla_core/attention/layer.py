@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hyla_core.attention import blockwise, choice, normalize, values
+from hyla_core import choice
+from hyla_core.attention import blockwise, normalize, values
 from hyla_core.attention.products import fastest
 from hyla_core.attention.variants import Variant
 from hyla_core.numerics import Dense

@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+EPS = 1e-6
+"""Added to the mean square over heads, so that a pair whose scores are all zero stays zero."""
+
 
 def softmax_over_keys(scores: Array, mask: Array | None = None) -> Array:
     """Weights of one query and head are positive and sum to one over the keys it may see.
@@ -44,13 +47,13 @@ def unnormalized(scores: Array, mask: Array | None = None) -> Array:
     return scores if mask is None else jnp.where(mask, scores, 0.0)
 
 
-def rms_over_heads(scores: Array, mask: Array | None = None, eps: float = 1e-6) -> Array:
+def rms_over_heads(scores: Array, mask: Array | None = None, eps: float = EPS) -> Array:
     """Scales scores so that their root mean square over heads is one, for each pair of query and key.
 
     Args:
       scores: [batch, heads, query, key].
       mask: broadcasts to scores; true where the query may see the key.
-      eps: added to the mean square, so that a pair whose scores are all zero stays zero.
+      eps: added to the mean square.
 
     Returns:
       [batch, heads, query, key], float32.
@@ -67,7 +70,7 @@ def unnormalized_gradient(scores: Array, gradient: Array) -> Array:
     return gradient
 
 
-def rms_over_heads_gradient(scores: Array, gradient: Array, eps: float = 1e-6) -> Array:
+def rms_over_heads_gradient(scores: Array, gradient: Array, eps: float = EPS) -> Array:
     """The gradient with respect to the scores, from the gradient with respect to the weights of `rms_over_heads`.
 
     With r = 1 / √(mean square + eps), it is r·g - s·r³·mean(s·g), means over heads.

@@ -18,7 +18,7 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sweeps.store import rows as quick_rows
+from sweeps.store import footer_row
 from sweeps.store.places import one_line
 from sweeps.store.schema import (
     DECLARED,
@@ -102,7 +102,7 @@ def encode(
             marks["columns"] = columns_json(table)
         if alone and row is None and len(rows) == 1:
             row = rows.to_pylist()[0]
-        quick = quick_rows.marks(row, SCHEMA_VERSION) if alone and row is not None else {}
+        quick = footer_row.marks(row, SCHEMA_VERSION) if alone and row is not None else {}
         seal = {"hyla.seal": (_SEAL + _UNSEALED).decode()}  # last, so that it is the last of its kind in the file
         writer.add_key_value_metadata({f"hyla.{name}": value for name, value in marks.items()} | quick | seal)
         writer.write_table(rows)

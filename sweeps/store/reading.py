@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sweeps.store import parts
-from sweeps.store import rows as quick_rows
+from sweeps.store import footer_row, parts
 from sweeps.store.clean import ATTEMPT_COLUMNS, Attempt
 from sweeps.store.parts import Damaged
 from sweeps.store.places import Entry, Place, one_line
@@ -229,11 +228,11 @@ class Reader:
         """The rows of parts of the trials table; many of them in one table."""
         found = self._each("trials", entries, lambda name, data: self._trial_part(name, data, columns))
         quick = [(path, row) for path, row in found if not isinstance(row, pa.Table)]
-        return [(path, row) for path, row in found if isinstance(row, pa.Table)] + quick_rows.tables(quick, columns)
+        return [(path, row) for path, row in found if isinstance(row, pa.Table)] + footer_row.tables(quick, columns)
 
     def _trial_part(self, name: str, data: bytes, columns: Sequence[str] | None) -> dict[str, Any] | pa.Table:
         """The row of a part of the trials table, as `rows.read` gives it if it can."""
-        row = quick_rows.read(data, SCHEMA_VERSION) if parts.is_intact(data) else None
+        row = footer_row.read(data, SCHEMA_VERSION) if parts.is_intact(data) else None
         if row is None:
             return self._part("trials", name, data, columns)
         _check_key(name, (row["trial_id"], row["attempt"]))
@@ -327,7 +326,7 @@ def _attempts_of(rows: pa.Table) -> list[Attempt]:
 
 def _quick_attempt(row: Mapping[str, Any]) -> Attempt:
     values: list[Any] = [row.get(name) for name in ATTEMPT_COLUMNS]
-    return Attempt(*values)._replace(ended_at=quick_rows.as_time(row.get("ended_at")))
+    return Attempt(*values)._replace(ended_at=footer_row.as_time(row.get("ended_at")))
 
 
 def _check_key(name: str, inside: Key) -> None:

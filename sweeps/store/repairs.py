@@ -259,7 +259,7 @@ class _Work:
     def _trials(self, live: Collection[str]) -> None:
         """Sets aside trials whose counted rows are lost, and of the others the files and rows that can't count."""
         with_checkpoints = set(self.place.names("checkpoints")) & set(self.trials)
-        with_checkpoints = {trial_id for trial_id in with_checkpoints if self.store._checkpoint_steps(trial_id)}
+        with_checkpoints = {trial_id for trial_id in with_checkpoints if self.store.checkpoint_steps(trial_id)}
         anew: list[_Trial] = []
         partly: list[tuple[_Trial, dict[str, dict[int, str]]]] = []
         for trial_id, trial in sorted(self.trials.items()):
@@ -311,14 +311,14 @@ class _Work:
         if self.dry_run:
             return True
         store, trial_id = self.store, trial.trial_id
-        claims = store._claims_of([trial_id])[trial_id]
+        claims = store.claims_of([trial_id])[trial_id]
         attempt = 1 + max([*trial.numbers, *(claim.attempt for claim in claims)], default=0)
         row = {**dict.fromkeys(DECLARED["trials"]), "trial_id": trial_id, "attempt": attempt, "start_step": 0}
         writer = AttemptWriter(self.place, row, {}, None)
         if any(claim.alive for claim in claims) or not writer._claim():
             return False
         # The second look: what was begun since this trial was read is none of our business.
-        others = [claim for claim in store._claims_of([trial_id])[trial_id] if claim.attempt != attempt]
+        others = [claim for claim in store.claims_of([trial_id])[trial_id] if claim.attempt != attempt]
         if any(claim.alive for claim in others) or self._has_changed(trial):
             writer._release()
             return False
@@ -397,7 +397,7 @@ class _Work:
             if trial is None or winner is None or winner.status not in FINAL or trial_id in self.settled:
                 continue
             last = winner.num_steps if winner.status == "finished" else winner.step
-            if last in self.store._checkpoint_steps(trial_id):
+            if last in self.store.checkpoint_steps(trial_id):
                 continue
             is_held = any(writer.trial_id == trial_id for writer in self.held)
             if is_held or self._hold(trial, live):
@@ -414,7 +414,7 @@ class _Work:
             trial = self.trials.get(claim.trial_id)
             if (trial and claim.attempt in trial.numbers) or self._is_old(path):
                 if not self.dry_run:
-                    self.store._sweep_away(claim)
+                    self.store.sweep_away(claim)
                 host = f" on {claim.host}" if claim.host else ""
                 self.found.append(Repair(path, f"its process{host} is gone", REMOVED))
 

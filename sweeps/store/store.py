@@ -259,7 +259,7 @@ class Store:
         attempt appeared (its number was out of date), or where a live claim with a lower number exists. Dead claims are
         swept away only once the new attempt's part is there, so that nobody can take a number for free that isn't.
         """
-        numbers, claims = self._reader.numbers(rows), self._claims_of(rows)
+        numbers, claims = self._reader.numbers(rows), self.claims_of(rows)
         held: dict[str, AttemptWriter] = {}
         try:
             for trial_id, row in rows.items():
@@ -274,7 +274,7 @@ class Store:
                     held[trial_id] = writer
             if held:
                 own = {f"{trial_id}-{writer.attempt}{CLAIM_SUFFIX}" for trial_id, writer in held.items()}
-                numbers, claims = self._reader.numbers(held), self._claims_of(held, besides=own)
+                numbers, claims = self._reader.numbers(held), self.claims_of(held, besides=own)
             for trial_id, writer in list(held.items()):
                 outdated = any(number >= writer.attempt for number in numbers[trial_id])
                 # Names in a bucket may be half a minute old, and a part that is there must not be replaced.
@@ -288,7 +288,7 @@ class Store:
                 writer._write_parts(durable=False)
                 for claim in claims[trial_id]:
                     if not claim.alive:
-                        self._sweep_away(claim)
+                        self.sweep_away(claim)
                 writer._settle()
                 begun[trial_id] = writer
         except BaseException:
@@ -296,7 +296,7 @@ class Store:
                 writer._release()
             raise
 
-    def _claims_of(self, trial_ids: Collection[str], besides: Collection[str] = ()) -> dict[str, list[Claim]]:
+    def claims_of(self, trial_ids: Collection[str], besides: Collection[str] = ()) -> dict[str, list[Claim]]:
         """The claims of each of some trials, without the files `besides`."""
         found: dict[str, list[Claim]] = {trial_id: [] for trial_id in trial_ids}
         for name in self.place.names("claims"):
@@ -306,7 +306,7 @@ class Store:
                 found[claim.trial_id].append(claim)
         return found
 
-    def _sweep_away(self, claim: Claim) -> None:
+    def sweep_away(self, claim: Claim) -> None:
         """Removes a dead claim and what its process left half written."""
         name = f"{claim.trial_id}-{claim.attempt}."
         checkpoints = self._checkpoint_folder(claim.trial_id)
@@ -426,7 +426,8 @@ class Store:
     def _checkpoint_folder(self, trial_id: str) -> str:
         return f"checkpoints/{trial_id}"
 
-    def _checkpoint_steps(self, trial_id: str) -> list[int]:
+    def checkpoint_steps(self, trial_id: str) -> list[int]:
+        """The steps of a trial's checkpoints, ascending."""
         names = self.place.names(self._checkpoint_folder(trial_id))
         return sorted(int(name[:-5]) for name in names if name.endswith(".ckpt") and name[:-5].isdecimal())
 
@@ -453,7 +454,7 @@ class Store:
                 if self.place.is_folder(path):
                     self.place.remove(path)
                 self.place.write(path, data)
-            steps = self._checkpoint_steps(trial_id)
+            steps = self.checkpoint_steps(trial_id)
             kept = [other for other in steps if other <= step][-KEPT_CHECKPOINTS:]
             for other in set(steps) - set(kept):
                 self.place.remove(f"{folder}/{other}.ckpt")
@@ -467,7 +468,7 @@ class Store:
 
         The caller judges whether one is damaged.
         """
-        for step in reversed(self._checkpoint_steps(trial_id)):
+        for step in reversed(self.checkpoint_steps(trial_id)):
             path = f"{self._checkpoint_folder(trial_id)}/{step}.ckpt"
             try:
                 yield step, self.place.local_folder(path) if self.place.is_folder(path) else self.place.read(path)
@@ -636,28 +637,20 @@ class Store:
         splits: Sequence[str] | None = None,
         metrics: Sequence[str] | None = None,
         trial_ids: Iterable[str] | None = None,
-    ) -> pa.Table:
-        """`metrics` as an Arrow table."""
-        return self._metric_table(raw, splits, metrics, trial_ids)
-
-    def final_metrics(self, splits: Sequence[str] | None = None, metrics: Sequence[str] | None = None) -> pd.DataFrame:
-        """The last row of each (trial, split, metric) that counts, with the columns of `METRICS`."""
-        frame = self._metric_table(False, splits, metrics, last=True).to_pandas()
-        frame = frame.sort_values(["trial_id", "step"], kind="stable")
-        return frame.drop_duplicates(["trial_id", "split", "metric"], keep="last", ignore_index=True)
-
-    def _metric_table(
-        self,
-        raw: bool,
-        splits: Sequence[str] | None = None,
-        metrics: Sequence[str] | None = None,
-        trial_ids: Iterable[str] | None = None,
+        *,
         last: bool = False,
     ) -> pa.Table:
+        """`metrics` as an Arrow table; with `last`, the last row of each attempt, split and metric only."""
         limits = None if raw else step_limits(self._reader.attempts())
         values = {name: wanted for name, wanted in (("split", splits), ("metric", metrics)) if wanted is not None}
         selection = Selection(None if trial_ids is None else set(trial_ids), limits, values, last)
         return parts.concatenate(in_order(self._reader.read("metrics", selection=selection)), "metrics")
+
+    def final_metrics(self, splits: Sequence[str] | None = None, metrics: Sequence[str] | None = None) -> pd.DataFrame:
+        """The last row of each (trial, split, metric) that counts, with the columns of `METRICS`."""
+        frame = self.metric_table(False, splits, metrics, last=True).to_pandas()
+        frame = frame.sort_values(["trial_id", "step"], kind="stable")
+        return frame.drop_duplicates(["trial_id", "split", "metric"], keep="last", ignore_index=True)
 
     def sweeps(self, raw: bool = False) -> pd.DataFrame:
         """The sweeps table.

@@ -1,6 +1,5 @@
 """The store's benchmark at a small size: what it makes, measures and prints."""
 
-import importlib.util
 import json
 import socket
 import subprocess
@@ -10,24 +9,15 @@ from pathlib import Path
 import pytest
 
 from analysis.frames import load_sweep
+from benchmarks import store as benchmark
 from sweeps.store import Store
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "store.py"
 
 
-@pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("store_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("num_rows", [10, 11, 99, 1000])
-def test_rows_are_as_many_as_asked_for_and_end_with_an_evaluation(benchmark, num_rows):
+def test_rows_are_as_many_as_asked_for_and_end_with_an_evaluation(num_rows):
     rows = benchmark.metric_rows(3, 10_000, 5000, num_rows)
     assert len(rows) == num_rows == len({row[:3] for row in rows})
     assert [row[0] for row in rows] == sorted(row[0] for row in rows)
@@ -36,7 +26,7 @@ def test_rows_are_as_many_as_asked_for_and_end_with_an_evaluation(benchmark, num
     assert rows != benchmark.metric_rows(4, 10_000, 5000, num_rows)
 
 
-def test_the_store_is_one_that_the_analysis_reads(benchmark, tmp_path):
+def test_the_store_is_one_that_the_analysis_reads(tmp_path):
     benchmark.make_store(tmp_path / "store", 100, 10)
     store = Store.open(tmp_path / "store")
     frame = load_sweep(store)
@@ -67,7 +57,7 @@ def test_the_script_measures_and_writes_what_it_found(tmp_path):
     assert str(tmp_path) not in text
 
 
-def test_wrong_numbers_are_one_line(benchmark, tmp_path, capsys):
+def test_wrong_numbers_are_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         benchmark.main(["--trials", "0"])
     assert stop.value.code == 2

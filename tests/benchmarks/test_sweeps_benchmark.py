@@ -1,6 +1,5 @@
 """The sweeps' benchmark at a small size: what it measures and prints."""
 
-import importlib.util
 import json
 import socket
 import subprocess
@@ -9,18 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import sweeps
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "sweeps.py"
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("sweeps_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow
@@ -49,12 +40,12 @@ def test_the_script_measures_and_writes_what_it_found(tmp_path):
     assert str(tmp_path) not in text
 
 
-def test_a_run_that_fails_is_an_error(benchmark, tmp_path):
+def test_a_run_that_fails_is_an_error():
     with pytest.raises(RuntimeError, match=r"exit status 3$"):
-        benchmark.follow([sys.executable, "-c", "raise SystemExit(3)"], {})
+        sweeps.follow([sys.executable, "-c", "raise SystemExit(3)"], {})
 
 
-def test_a_run_is_followed_line_by_line(benchmark):
+def test_a_run_is_followed_line_by_line():
     code = """if True:
         import json, time
         print(json.dumps({"event": "start"}), flush=True)
@@ -65,7 +56,7 @@ def test_a_run_is_followed_line_by_line(benchmark):
         print(json.dumps({"event": "pack_ended"}), flush=True)
         time.sleep(1)  # the reader looks at this process meanwhile
     """
-    start, pack, end = benchmark.follow([sys.executable, "-c", code], {})
+    start, pack, end = sweeps.follow([sys.executable, "-c", code], {})
     assert [start.event["event"], pack.event["event"], end.event["event"]] == ["start", "pack_ended", "end"]
     assert pack.cpu_s >= start.cpu_s + 0.08  # the system counts in hundredths
     assert pack.memory_bytes >= start.memory_bytes + 60 * 2**20

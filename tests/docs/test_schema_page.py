@@ -1,6 +1,5 @@
 """The page that is made from the schema: nothing that the store holds is missing from it."""
 
-import importlib.util
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,14 +13,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
-def schema_page(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    spec = importlib.util.spec_from_file_location("schema_page", DOCS / "schema_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def schema_page(docs_module):
+    return docs_module("schema_page")
 
 
 def tables(page: str) -> dict[str, list[list[str]]]:

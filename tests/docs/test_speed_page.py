@@ -1,6 +1,5 @@
 """The page of measurements says what the results of the benchmarks say."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -11,14 +10,8 @@ MACHINE = {"cpu": "A|B", "cores": 3, "load": 0.25, "memory_bytes": 8 * 2**30, "p
 
 
 @pytest.fixture
-def speed_page(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    spec = importlib.util.spec_from_file_location("speed_page", DOCS / "speed_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def speed_page(docs_module):
+    return docs_module("speed_page")
 
 
 def test_a_case_is_a_row_with_both_sides(speed_page, tmp_path):

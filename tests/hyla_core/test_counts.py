@@ -15,8 +15,8 @@ from jaxprs import equations
 from model_cases import MODEL_OPTIONS, small_config
 
 import sweeps
-from hyla_core import train
-from hyla_core.attention import choice, layer
+from hyla_core import choice, train
+from hyla_core.attention import layer
 from hyla_core.attention.products import EINSUM
 from hyla_core.attention.variants import VARIANTS
 from hyla_core.config import ModelConfig, TrainConfig

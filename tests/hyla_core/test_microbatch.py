@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hyla_core import microbatch
-from hyla_core.attention import choice
+from hyla_core import choice, microbatch
 from hyla_core.config import TrainConfig
 from hyla_core.tasks import Batch
 

@@ -25,10 +25,11 @@ from jaxprs import equations
 from model_cases import small_config
 from quick_jit import quick_jit
 
-from hyla_core.attention import blockwise, choice, normalize
-from hyla_core.attention.choice import Blocks
+from hyla_core import choice
+from hyla_core.attention import blockwise, normalize
 from hyla_core.attention.layer import Attention
 from hyla_core.attention.variants import VARIANTS, Variant
+from hyla_core.choice import Blocks
 from hyla_core.model import apply, attention_weights, init_params
 
 UNEVEN = Blocks(4, 5)  # neither divides the sequence, and neither divides the other

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from attention_cases import DROPOUT, RTOL, assert_equal, cosine_variant, from_all_pairs, random_inputs, with_gradients
 
-from hyla_core.attention import blockwise, blockwise_pallas, choice
-from hyla_core.attention.choice import Blocks
+from hyla_core import choice
+from hyla_core.attention import blockwise, blockwise_pallas
 from hyla_core.attention.layer import Attention
 from hyla_core.attention.variants import VARIANTS
+from hyla_core.choice import Blocks
 
 SEQ = 21  # two blocks of 16, the second one not full
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from quick_jit import known_options
 
-from hyla_core import checkpoint, corpus, tokens, train
-from hyla_core.attention import choice
+from hyla_core import checkpoint, choice, corpus, tokens, train
 from hyla_core.config import Cadence, LanguageConfig, SeedsConfig, TrainConfig
 from hyla_core.sequences import sequences_of
 from hyla_core.tasks import Batch, make_task

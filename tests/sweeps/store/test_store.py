@@ -712,14 +712,14 @@ def test_a_stale_number_is_noticed(store, monkeypatch):
 def test_a_claim_that_a_listing_missed_is_noticed(store, monkeypatch):
     """A file server may show a folder as it was a moment ago."""
     writer = begin(store)
-    real = Store._claims_of
+    real = Store.claims_of
     looks = []
 
     def miss_once(self, trial_ids, **besides):
         looks.append(trial_ids)
         return {"t": []} if len(looks) == 1 else real(self, trial_ids, **besides)
 
-    monkeypatch.setattr(Store, "_claims_of", miss_once)
+    monkeypatch.setattr(Store, "claims_of", miss_once)
     assert store.begin("t", CONFIG, {}, 0, 100, {}) is None
     assert [claim.attempt for claim in store.claims()] == [1]
     assert not writer.sealed

@@ -11,6 +11,9 @@ CACHE_BYTES = 2**20
 Measured on cores with 2 MiB of cache each: SRAVEN of 83 kB per example took least time with 8 to 16 examples a piece.
 """
 
+PIECES_AT_ONCE = 2
+"""Pieces of a batch that are computed side by side, so that cores share them."""
+
 USE_KERNEL = False
 """Whether blocks are computed by the kernels of `blockwise_pallas.py`, on GPUs and where no mask is given. To be set
 before anything is compiled. Off, as these kernels have never run on a GPU; `benchmarks/blockwise.py` sets it."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sweeps.store import Store, parts, rows
+from sweeps.store import Store, footer_row, parts
 from sweeps.store.schema import DECLARED, SCHEMA_VERSION, config_type
 
 CONFIG = {"model.emb_dim": 2**53 + 1, "optim.peak_lr": 1e-3, "model.causal": True, "task.name": "«a»\n", "x.none": None}
@@ -30,9 +30,9 @@ def table_of(row: dict, config: dict) -> pa.Table:
 
 
 def quick(data: bytes) -> pa.Table:
-    row = rows.read(data, SCHEMA_VERSION)
+    row = footer_row.read(data, SCHEMA_VERSION)
     assert row is not None
-    [(path, table)] = rows.tables([("trials/ab-3.parquet", row)], None)
+    [(path, table)] = footer_row.tables([("trials/ab-3.parquet", row)], None)
     assert path == "trials/ab-3.parquet"
     return table
 
@@ -63,7 +63,7 @@ def test_whatever_the_row_holds(config, error):
 
 
 def test_a_part_of_another_version_is_read_through_its_columns():
-    assert rows.read(parts.encode("trials", table_of(ROW, CONFIG)), SCHEMA_VERSION + 1) is None
+    assert footer_row.read(parts.encode("trials", table_of(ROW, CONFIG)), SCHEMA_VERSION + 1) is None
 
 
 def test_rows_of_different_fields_make_different_tables():
@@ -72,7 +72,7 @@ def test_rows_of_different_fields_make_different_tables():
         ("p2", {"trial_id": "b", "attempt": 1, "m.x": 0.5}),
         ("p3", {"trial_id": "c", "attempt": 1, "m.x": 2}),
     ]
-    tables = rows.tables(found, ["trial_id", "m.x"])
+    tables = footer_row.tables(found, ["trial_id", "m.x"])
     assert [(path, table.to_pydict()) for path, table in tables] == [
         ("p1", {"trial_id": ["a", "c"], "m.x": [1, 2]}),
         ("p2", {"trial_id": ["b"], "m.x": [0.5]}),
@@ -82,14 +82,14 @@ def test_rows_of_different_fields_make_different_tables():
 @pytest.mark.parametrize("without_line", [False, True])
 def test_a_store_reads_the_same_with_the_line_and_without(tmp_path, monkeypatch, without_line):
     if without_line:
-        monkeypatch.setattr("sweeps.store.rows.marks", lambda rows, version: {})
+        monkeypatch.setattr("sweeps.store.footer_row.marks", lambda rows, version: {})
     store = Store.create(tmp_path)
     for trial_id, width, status in (("a", 4, "finished"), ("b", 0.5, "failed")):
         writer = store.begin(trial_id, {"m.width": width}, {"run_id": "r"}, 0, 10, {})
         writer.add([(10, "valid", "loss", 1.0)])
         writer.seal(status, "no luck" if status == "failed" else None)
     data = (tmp_path / "trials" / "a-1.parquet").read_bytes()
-    assert (rows.read(data, SCHEMA_VERSION) is None) == without_line
+    assert (footer_row.read(data, SCHEMA_VERSION) is None) == without_line
     store = Store.open(tmp_path)
     frame = store.trials()
     assert json.loads(frame[["trial_id", "status", "m.width", "num_steps", "error"]].to_json(orient="values")) == [
