@@ -97,5 +97,40 @@ def blockwise_section(result: dict[str, Any]) -> list[str]:
     ]
 
 
-SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {"steps": steps_section, "blockwise": blockwise_section}
+def sweeps_section(result: dict[str, Any]) -> list[str]:
+    """What a sweep costs beside its training steps."""
+    mini, alone, steps = result["mini"], result["alone"], result["steps"]
+    rows = [
+        (f"{mini['trials']} trials of `--tiny`, wall time", f"{mini['wall_s']:.0f} s"),
+        ("the same trials, one process each", f"{alone['wall_s']:.0f} s, {result['times_faster']:.2f} times as long"),
+        ("start-up, of the wall time", f"{mini['start_s']:.0f} s"),
+        (
+            "training steps compiled",
+            f"{mini['compiled']} by {mini['workers']} workers, {mini['loaded']} found in the cache",
+        ),
+        ("share of the driver in processor time", f"{100 * mini['driver_share']:.1f} %"),
+        (f"{steps['trials']:,} trials of one step, beside training", f"{steps['trial_ms']:.1f} ms a trial"),
+        (f"the same, {steps['packs']} packs", f"{steps['pack_ms']:.0f} ms a pack"),
+        (
+            "driver, a pack",
+            f"{steps['driver_cpu_ms_per_pack']:.0f} ms of processor, {steps['driver_kb_per_pack']:.0f} kB",
+        ),
+    ]
+    return [
+        "## A sweep beside its training",
+        "",
+        f"`python benchmarks/sweeps.py`; of the trials in processes of their own, {alone['ran']} were run and the "
+        "others calculated from them.",
+        "",
+        machine_line(result["machine"]),
+        "",
+        *markdown_table(("what", "takes"), rows),
+    ]
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "steps": steps_section,
+    "blockwise": blockwise_section,
+    "sweeps": sweeps_section,
+}
 """By the name of a result's file, in the order of the page."""

@@ -33,7 +33,11 @@ def test_what_was_not_measured_has_no_section(speed_page, tmp_path):
 
 def test_the_results_in_the_repository_have_their_sections(speed_page):
     page = speed_page.page(speed_page.RESULTS)
-    titles = {"steps": "## Training steps", "blockwise": "## Long sequences"}
+    titles = {
+        "steps": "## Training steps",
+        "blockwise": "## Long sequences",
+        "sweeps": "## A sweep beside its training",
+    }
     assert titles.keys() == speed_page.SECTIONS.keys()
     for name, title in titles.items():
         assert (title in page) == (speed_page.RESULTS / f"{name}.json").exists()
