@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 
 from sweeps.__main__ import resolve_store
-from sweeps.store import SWEEPS, Store, StoreError
+from sweeps.store import SWEEPS, Store, StoreError, latest_requests
 
 PENDING = "pending"  # asked for and never begun
 DONE, NOT_FOUND = 0, 1
@@ -64,7 +64,7 @@ def export_command(args: argparse.Namespace) -> int:
             print(f"{shown}: no sweep is called {args.sweep!r}; {known}", file=sys.stderr)
             return NOT_FOUND
         requests = chosen
-    latest = store.sweeps()
+    latest = latest_requests(requests)
     asked = requests if args.raw else latest
     trial_ids = None if chosen is None else list(dict.fromkeys(asked["trial_id"]))
 

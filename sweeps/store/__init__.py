@@ -47,7 +47,7 @@ from sweeps.store.schema import (
     StoreError,
     is_config_column,
 )
-from sweeps.store.store import Beginning, RequestedTrial, Store, SweepSummary, TrialState
+from sweeps.store.store import Beginning, RequestedTrial, Store, SweepSummary, TrialState, latest_requests
 
 __all__ = [
     "FINAL",
@@ -74,6 +74,7 @@ __all__ = [
     "equal_tables",
     "is_config_column",
     "is_url",
+    "latest_requests",
     "repair",
     "seal_all",
 ]

@@ -663,10 +663,19 @@ class Store:
         """
         frame = parts.concatenate(self._reader.read("sweeps"), "sweeps").to_pandas()
         frame = frame.sort_values(["requested_at", "request_id"], kind="stable", ignore_index=True)
-        if raw or frame.empty:
-            return frame
-        latest = frame.groupby(["sweep", "tiny"])["request_id"].transform("last")
-        return frame[frame["request_id"] == latest].reset_index(drop=True)
+        return frame if raw else latest_requests(frame)
+
+
+def latest_requests(requests: pd.DataFrame) -> pd.DataFrame:
+    """The rows of each sweep's latest request, the tiny form a sweep of its own.
+
+    Args:
+      requests: rows of the sweeps table, ordered by request as `Store.sweeps(raw=True)` gives them.
+    """
+    if requests.empty:
+        return requests
+    last = requests.groupby(["sweep", "tiny"])["request_id"].transform("last")
+    return requests[requests["request_id"] == last].reset_index(drop=True)
 
 
 def _check_name(what: str, name: str) -> None:
