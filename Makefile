@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STORE ?= results-tiny
 FIGURES ?= figures/scaling-tiny
 
-.PHONY: help tiny test test-all lint docs lock clean
+.PHONY: help tiny test test-slow test-ray test-all lint docs lock clean
 
 help:  ## Lists the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,9 +19,13 @@ tiny: $(VENV)/.installed  ## A small sweep of every kind of trial on the CPU, th
 test: $(VENV)/.installed-dev  ## The quick tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-all: $(VENV)/.installed-dev  ## All tests: also the slow ones and those that start Ray
-	$(BIN)/python -m pytest -n 2 --dist worksteal
-	$(BIN)/python -m pytest -m 'slow or ray' --timeout 1800
+test-slow: $(VENV)/.installed-dev  ## The slow tests
+	$(BIN)/python -m pytest -m 'slow and not ray' -n 2 --dist worksteal --timeout 1800 --durations 15
+
+test-ray: $(VENV)/.installed-dev  ## The tests that start Ray, one after another: each takes all cores
+	$(BIN)/python -m pytest -m ray --timeout 1800 --durations 15
+
+test-all: test test-slow test-ray  ## All tests
 
 lint: $(VENV)/.installed-dev  ## Style and types
 	$(BIN)/ruff check .

@@ -80,8 +80,9 @@ class AttemptWriter:
     """Writes one attempt at one trial. Made by `Store.begin`; safe to use from several threads.
 
     Rows wait in memory until `flush`, which `add` calls every few seconds. When a write fails because the disk is full,
-    the rows are held back and written by a later flush. A writer that is dropped before `seal` gives its claim back:
-    the attempt reads as interrupted.
+    the rows are held back and written by a later flush. Until the first flush, at most some seconds, an attempt is its
+    claim alone: one that is over by then has one part per table to write and no more. A writer that is dropped before
+    `seal` gives its claim back: the attempt reads as interrupted, or, where it has no part yet, as never begun.
 
     Attributes:
       trial_id: the trial.
@@ -103,6 +104,8 @@ class AttemptWriter:
         self._rows: list[tuple[int, str, str, float]] = []
         self._num_written_rows = 0
         self._written_row: dict[str, Any] | None = None
+        self._has_part = False  # of the trials table
+        self._outlived: Callable[[], object] = lambda: None  # called once there is one
         self._flush_due = time.monotonic() + self._place.flush_every_s
         self._progress: dict[str, Any] = {}
         self._pid = os.getpid()
@@ -151,6 +154,8 @@ class AttemptWriter:
             self._require_open()
             start = time.monotonic()
             try:
+                if not self._has_part:
+                    self._write_first_part()
                 self._write_parts()
             except OSError as error:
                 self.held_back = one_line(error)
@@ -251,27 +256,44 @@ class AttemptWriter:
             _writers.add(self)
         return True
 
-    def _settle(self) -> None:
-        """Tells rivals that the attempt is begun, and the live view where it is."""
+    def _settle(self, outlived: Callable[[], object] = lambda: None) -> None:
+        """Tells rivals that the attempt is begun, and the live view where it is.
+
+        Args:
+          outlived: what may be swept away as soon as a part has taken the attempt's number for good.
+        """
+        self._outlived = outlived
         self._begun = True
         self._progress = {"step": self._row["step"], "num_steps": self._row["num_steps"]}
         self._place.write(self._claim_path, self._claim_content(), durable=False)
         self._last_beat = time.monotonic()
 
-    def _write_parts(self, *, durable: bool = True) -> None:
-        """Metrics first: a row of the trials table never promises metrics that aren't there.
-
-        Args:
-          durable: whether they must outlive a power cut. What an attempt writes when it begins need not: as long as
-            nothing else of it lasts, it is as well if it was never begun.
-        """
+    def _write_parts(self) -> None:
+        """Metrics first: a row of the trials table never promises metrics that aren't there."""
         for path, data in self._metrics_part().items():
-            self._place.write(path, data, durable=durable)
+            self._place.write(path, data)
         self._num_written_rows = len(self._rows)
-        for path, data in self._trials_part().items():
-            self._place.write(path, data, durable=durable)
-            self._written_row = dict(self._row) if durable else None
+        for path, data in _trials_parts([self]).items():
+            self._place.write(path, data)
+            self._written_row = dict(self._row)
+            self._take_number()
         self.held_back = None
+
+    def _write_first_part(self) -> None:
+        """The row of an attempt that goes on, before its metrics: to those without a row, nobody would know what to do.
+
+        It need not outlive a power cut: as long as nothing else of the attempt lasts, it is as well if it never began.
+        """
+        for path, data in _trials_parts([self]).items():
+            self._place.write(path, data, durable=False)
+            self._take_number()
+
+    def _take_number(self) -> None:
+        """Notes that there is a part of the trials table; from now on nobody can take the attempt's number."""
+        if not self._has_part:
+            self._has_part = True
+            with suppress(OSError):  # a later attempt sweeps them away, or `repair`
+                self._outlived()
 
     def _metrics_part(self) -> dict[str, bytes]:
         """Path and content of the part of the metrics table, if there is something new."""
@@ -284,19 +306,6 @@ class AttemptWriter:
             names=[column.name for column in METRICS],
         )
         return {f"metrics/{parts.part_name(self.trial_id, self.attempt)}": parts.encode("metrics", rows)}
-
-    def _trials_part(self) -> dict[str, bytes]:
-        """The same of the trials table, once the rows that it promises are written."""
-        self._row["num_metric_rows"] = self._num_written_rows
-        if self._row == self._written_row:
-            return {}
-        config = {field: config_type(field, value) for field, value in self._config.items()}
-        schema = pa.schema([*DECLARED["trials"].items(), *config.items()])
-        # Many times as fast as a column at a time.
-        row = {**self._row, **self._config}
-        batch = pa.RecordBatch.from_struct_array(pa.array([row], pa.struct(schema)))
-        data = parts.encode("trials", pa.Table.from_batches([batch], schema), row=row)
-        return {f"trials/{parts.part_name(self.trial_id, self.attempt)}": data}
 
     def _claim_content(self) -> bytes:
         return claim_content(
@@ -325,6 +334,8 @@ class AttemptWriter:
         with self._lock:
             if self._begun and not self.sealed and time.monotonic() - self._last_beat >= KEEP_ALIVE_EVERY_S / 2:
                 self._beat()
+            if self._begun and not self.sealed and not self._has_part and time.monotonic() >= self._flush_due:
+                self.flush()
 
 
 class Ending(NamedTuple):
@@ -358,18 +369,42 @@ def seal_all(endings: Sequence[Ending]) -> None:
                 place.write_all({path: data for writer, _ in before for path, data in writer._metrics_part().items()})
                 for writer, _ in before:
                     writer._num_written_rows = len(writer._rows)
-                place.write_all({path: data for writer, _ in before for path, data in writer._trials_part().items()})
+                place.write_all(_trials_parts([writer for writer, _ in before]))
             except OSError:
                 for writer, row in before:
                     writer._row = row
             else:
                 for writer, _ in before:
                     writer.held_back = None
+                    writer._take_number()
                     writer._close()
                 return
     # One by one, each with the patience that the place asks for.
     for ending in endings:
         ending.writer.seal(ending.status, ending.error, **ending.facts)
+
+
+def _trials_parts(writers: Sequence[AttemptWriter]) -> dict[str, bytes]:
+    """Paths and contents of the parts of the trials table, once the metrics that they promise are written.
+
+    Attempts whose row is written already have none.
+    """
+    alike: dict[tuple[tuple[str, pa.DataType], ...], list[AttemptWriter]] = {}
+    for writer in writers:
+        writer._row["num_metric_rows"] = writer._num_written_rows
+        if writer._row != writer._written_row:
+            fields = tuple((field, config_type(field, value)) for field, value in writer._config.items())
+            alike.setdefault(fields, []).append(writer)
+    found = {}
+    for fields, group in alike.items():
+        schema = pa.schema([*DECLARED["trials"].items(), *fields])
+        rows = [{**writer._row, **writer._config} for writer in group]
+        # Many times as fast as a column at a time, and all rows at once as one.
+        batch = pa.RecordBatch.from_struct_array(pa.array(rows, pa.struct(schema)))
+        for number, (writer, row) in enumerate(zip(group, rows, strict=True)):
+            data = parts.encode("trials", pa.Table.from_batches([batch.slice(number, 1)], schema), row=row)
+            found[f"trials/{parts.part_name(writer.trial_id, writer.attempt)}"] = data
+    return found
 
 
 def _end_columns(status: str, error: str | BaseException | None, facts: Mapping[str, Any]) -> dict[str, Any]:

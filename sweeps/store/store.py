@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -257,7 +258,7 @@ class Store:
         Rivals for a trial agree without a lock, through exclusive creation of the claim and a second look.
         A claim counts only after its maker has looked again: it steps back where meanwhile a part of this or a later
         attempt appeared (its number was out of date), or where a live claim with a lower number exists. Dead claims are
-        swept away only once the new attempt's part is there, so that nobody can take a number for free that isn't.
+        swept away only once the new attempt has a part, so that nobody can take a number for free that isn't.
         """
         numbers, claims = self._reader.numbers(rows), self.claims_of(rows)
         held: dict[str, AttemptWriter] = {}
@@ -285,11 +286,8 @@ class Store:
                     writer._release()
                     del held[trial_id]
                     continue
-                writer._write_parts(durable=False)
-                for claim in claims[trial_id]:
-                    if not claim.alive:
-                        self.sweep_away(claim)
-                writer._settle()
+                dead = [claim for claim in claims[trial_id] if not claim.alive]
+                writer._settle(partial(self._sweep_all_away, dead))
                 begun[trial_id] = writer
         except BaseException:
             for writer in held.values():
@@ -317,6 +315,10 @@ class Store:
             for leftover in self.place.names(folder, prefix):
                 self.place.remove(f"{folder}/{leftover}")
         self.place.remove(claim_path(claim.trial_id, claim.attempt))
+
+    def _sweep_all_away(self, claims: Iterable[Claim]) -> None:
+        for claim in claims:
+            self.sweep_away(claim)
 
     def claims(self, trial_ids: Collection[str] | None = None) -> list[Claim]:
         """All claims, live and dead; those of some trials only, where these are given."""

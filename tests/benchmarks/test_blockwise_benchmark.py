@@ -16,6 +16,7 @@ SIZES = {"--layers": 1, "--heads": 2, "--head-dim": 4, "--repeats": 2, "--blocks
 SMALL = ["--seq-lens", "12", "20", *(str(word) for option in SIZES.items() for word in option)]
 
 
+@pytest.mark.slow
 def test_it_measures_each_length_and_way(tmp_path, capsys):
     out = tmp_path / "new" / "blockwise.json"
     assert blockwise.main([*SMALL, "--json", "--out", str(out)]) == 0

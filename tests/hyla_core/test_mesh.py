@@ -118,7 +118,9 @@ def test_a_kill_in_the_middle_of_writing_leaves_the_state_before(tmp_path):
         np.testing.assert_array_equal(state["params"], np.arange(2**20))
 
 
-@pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.parametrize(
+    "attention", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("softmax", "hyla"))) for name in VARIANTS]
+)
 def test_heads_and_hidden_units_are_what_devices_share(attention):
     devices = np.array(jax.devices()[:1])
     mesh = jax.sharding.Mesh(devices.reshape(1, 1, 1), ("members", "batch", "model"))

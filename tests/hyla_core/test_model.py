@@ -249,7 +249,7 @@ def test_bfloat16_changes_little():
     assert 1e-5 < np.abs(exact - rounded).max() < 0.1
 
 
-@pytest.mark.parametrize("options", [{}, {"share_layers": True}], ids=str)
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"share_layers": True}], ids=str)
 def test_rematerialisation_changes_neither_gradients_nor_what_is_looked_at(options):
     plain, remat = (
         small_config(attention="hyla", dropout=0.2, attention_dropout=0.2, numerics={"remat": remat}, **options)

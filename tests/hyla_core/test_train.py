@@ -239,6 +239,7 @@ def test_a_checkpoint_comes_with_the_rows_up_to_its_step(chunk_of_steps):
             assert all(row.step == report.progress[0].step for row in report.rows)
 
 
+@pytest.mark.slow
 def test_members_that_finish_hand_out_what_they_have_learnt_where_asked():
     config, bad = PACK[0], make_config(peak_lr=1e38, weight_decay=0.3, warmup_steps=0)
     recorder = run([config, bad, PACK[2]], final_checkpoints=True)

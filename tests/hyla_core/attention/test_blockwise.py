@@ -86,7 +86,9 @@ def test_blocks_agree_without_a_bias_and_side_by_side(monkeypatch):
     assert_blocks_agree(VARIANTS["hyla_gated"], random_inputs(VARIANTS["hyla_gated"], bias=False), mask=mask)
 
 
-@pytest.mark.parametrize("name", ["hyla", "hyla_gated", "linear_rms"])
+@pytest.mark.parametrize(
+    "name", ["hyla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hyla_gated", "linear_rms"))]
+)
 def test_blocks_round_to_bfloat16_where_all_pairs_do(name):
     variant = VARIANTS[name]
     inputs = random_inputs(variant, "bfloat16")
@@ -193,11 +195,13 @@ def loss_and_gradients(config, params, inputs, rng):
 @pytest.mark.parametrize(
     "options",
     [
-        {"dropout": 0.2, "attention_dropout": 0.3},
+        pytest.param({"dropout": 0.2, "attention_dropout": 0.3}, marks=pytest.mark.slow),
         {"causal": True, "attention_dropout": 0.3, "share_layers": True},
-        {"attention": "hyla_gated", "normalize_qk": True, "attention_dropout": 0.3},
+        pytest.param(
+            {"attention": "hyla_gated", "normalize_qk": True, "attention_dropout": 0.3}, marks=pytest.mark.slow
+        ),
         {"attention": "softmax", "attention_dropout": 0.3},
-        {"relative_position": False, "absolute_position": True},
+        pytest.param({"relative_position": False, "absolute_position": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -38,7 +38,9 @@ def assert_kernels_agree(variant, inputs, rtol=RTOL, **options):
     assert_equal(ours, expected, rtol)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["hyla", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "hyla")]
+)
 def test_kernels_agree_with_all_pairs(name):
     assert_kernels_agree(VARIANTS[name], random_inputs(VARIANTS[name], seq_len=SEQ), **CASES[name])
 

@@ -242,6 +242,7 @@ def test_rows_do_not_depend_on_how_much_is_fed_at_once(pack, unbroken, monkeypat
             assert ours.value == pytest.approx(theirs.value, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_the_pieces_of_a_batch(text, monkeypatch):
     # Documents end at different places, so that the pieces of a batch count differently.
     config = train_config(text, task={"sequences": "per_document"})

@@ -92,18 +92,20 @@ def test_the_newest_whole_checkpoint_is_restored(train, pack, job, store):
     assert rows["start_step"].to_dict() == {first: 5, second: 0}
 
 
-def test_a_killed_attempt_says_from_the_start_where_it_goes_on(train, pack, job, store):
+def test_the_row_of_a_killed_attempt_says_where_it_goes_on(train, pack, job, store, monkeypatch):
     """Else the rows before its checkpoint would no longer count."""
+    monkeypatch.setattr(LocalPlace, "flush_every_s", 0.0)
     first, _ = ids(pack)
     store.save_checkpoint(first, 10, checkpoint(10))
     seen: list[int] = []
 
     def at_step(configs, step):
-        seen.append(Store.open(store.path).trials(raw=True).set_index("trial_id")["start_step"][first])
+        rows = Store.open(store.path).trials(raw=True).set_index("trial_id")["start_step"]
+        seen.append(rows.get(first))
 
     train.at_step = at_step
     assert set(run_pack(pack, job).statuses.values()) == {"finished"}
-    assert seen == [10, 10, 10, 10]
+    assert set(seen) == {None, 10}  # no row at first
 
 
 def test_rows_are_on_disk_before_the_checkpoint_that_relies_on_them(train, pack, job, store, monkeypatch):
@@ -160,7 +162,7 @@ def test_claims_are_given_back_even_where_nothing_can_be_written(train, pack, jo
     monkeypatch.setattr(AttemptWriter, "seal", refuse)
     assert run_pack(pack, job).error.startswith("ValueError: whose traceback")
     assert [claim for claim in store.claims() if claim.alive] == []
-    assert {state.status for state in store.statuses().values()} == {"interrupted"}
+    assert store.statuses() == {}  # as if never begun: the next run tries again
 
 
 def test_a_full_disk_is_no_result_of_a_trial(train, pack, job, store):
@@ -411,6 +413,7 @@ def test_an_outcome_travels_as_text():
     assert trainable.PackOutcome.from_json(trainable.PackOutcome({}).to_json()) == trainable.PackOutcome({})
 
 
+@pytest.mark.slow
 def test_compilations_grow_with_shapes_and_not_with_trials(tmp_path, store, job):
     """Two shapes, each with packs of two lengths and seeds: four packs of two, and programs go with their shape."""
     path = write_sweep(tmp_path)
@@ -434,6 +437,7 @@ def test_compilations_grow_with_shapes_and_not_with_trials(tmp_path, store, job)
     assert set(store.finished()) == {trial.trial_id for trial in trials}
 
 
+@pytest.mark.slow
 def test_a_training_step_that_the_cache_holds_is_not_compiled_again(pack, job, tmp_path):
     """In fresh processes, as workers are."""
     code = """

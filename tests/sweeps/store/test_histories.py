@@ -1,5 +1,6 @@
 """Whatever happens to a store, in whatever order, nothing that was renamed into place is lost or doubled."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,8 @@ class FragilePlace(LocalPlace):
       left: operations that change something, before it dies; None: it lives.
       share: how much of a file is written under its temporary name when it dies in a write.
     """
+
+    flush_every_s = math.inf  # only when a rule says so
 
     def __init__(self, root: Path):
         super().__init__(root)
@@ -76,6 +79,7 @@ class Model:
         self.attempts: dict[
             tuple[str, int], dict
         ] = {}  # (trial_id, attempt) → status, start, step, rows: [(step, value)]
+        self.orphans: dict[tuple[str, int], list[tuple[int, float]]] = {}  # rows of attempts killed before their row
         self.requests: dict[str, list[str]] = {}
 
     def of(self, trial_id: str) -> list[tuple[int, dict]]:
@@ -104,6 +108,9 @@ class Model:
     def raw_rows(self) -> set[tuple]:
         return {(*key, step, value) for key, row in self.attempts.items() for step, value in row["rows"]}
 
+    def orphaned_rows(self) -> set[tuple]:
+        return {(*key, step, value) for key, rows in self.orphans.items() for step, value in rows}
+
 
 def rows_of(frame: pd.DataFrame) -> list[tuple]:
     return [
@@ -124,6 +131,7 @@ class Histories(RuleBasedStateMachine):
         self.store = Store.create(self.place)
         self.model = Model()
         self.writers: dict[str, AttemptWriter] = {}
+        self.rows: dict[str, dict] = {}  # of the attempts that are being written, in the model or not yet
         self.pending: dict[str, list[tuple[int, float]]] = {}
         self.reader = Store.open(LocalPlace(self.place.root))  # one reader all along, with what it remembers
         self.counter = 0.0
@@ -147,8 +155,8 @@ class Histories(RuleBasedStateMachine):
 
     # --- a sweep
 
-    @rule(trial_id=st.sampled_from(TRIALS))
-    def begin(self, trial_id):
+    @rule(trial_id=st.sampled_from(TRIALS), flushes=st.booleans())
+    def begin(self, trial_id, flushes):
         if trial_id in self.writers:
             assert self.store.begin(trial_id, {"model.size": 3}, {"run_id": "other"}, 0, 100, {}) is None
             return
@@ -161,14 +169,16 @@ class Histories(RuleBasedStateMachine):
         assert writer.attempt > max((number for number, _ in own), default=0)
         self.writers[trial_id] = writer
         self.pending[trial_id] = []
-        self.model.attempts[trial_id, writer.attempt] = {"status": None, "start": start, "step": start, "rows": []}
+        self.rows[trial_id] = {"status": None, "start": start, "step": start, "rows": []}
+        if flushes:
+            assert writer.flush()
+            self.written(trial_id)
 
     @precondition(lambda self: self.writers)
     @rule(data=st.data(), number=st.integers(1, 3))
     def add(self, data, number):
         trial_id = data.draw(st.sampled_from(sorted(self.writers)))
-        writer = self.writers[trial_id]
-        row = self.model.attempts[trial_id, writer.attempt]
+        writer, row = self.writers[trial_id], self.rows[trial_id]
         for _ in range(number):
             step = max([row["step"], *(step for step, _ in self.pending[trial_id])]) + 1
             value = self.value()
@@ -176,7 +186,7 @@ class Histories(RuleBasedStateMachine):
             writer.add([(step, "train", "loss", value)])
 
     def written(self, trial_id: str) -> None:
-        row = self.model.attempts[trial_id, self.writers[trial_id].attempt]
+        row = self.model.attempts[trial_id, self.writers[trial_id].attempt] = self.rows[trial_id]
         row["rows"] += self.pending[trial_id]
         row["step"] = max([row["step"], *(step for step, _ in row["rows"])])
         self.pending[trial_id] = []
@@ -187,8 +197,7 @@ class Histories(RuleBasedStateMachine):
         trial_id = data.draw(st.sampled_from(sorted(self.writers)))
         assert self.writers[trial_id].flush()
         self.written(trial_id)
-        step = self.model.attempts[trial_id, self.writers[trial_id].attempt]["step"]
-        self.store.save_checkpoint(trial_id, step, b"the state")
+        self.store.save_checkpoint(trial_id, self.rows[trial_id]["step"], b"the state")
 
     @precondition(lambda self: self.writers)
     @rule(
@@ -200,7 +209,7 @@ class Histories(RuleBasedStateMachine):
         trial_id = data.draw(st.sampled_from(sorted(self.writers)))
         self.writers[trial_id].seal(status)
         self.written(trial_id)
-        self.model.attempts[trial_id, self.writers[trial_id].attempt]["status"] = status
+        self.rows[trial_id]["status"] = status
         del self.writers[trial_id]
         if status in FINAL and clears:
             self.store.clear_checkpoints(trial_id)
@@ -215,8 +224,7 @@ class Histories(RuleBasedStateMachine):
     def crash_in_a_write(self, data, after, share, status):
         """A process dies while it flushes or seals: each of its two files is the old one or the new one."""
         trial_id = data.draw(st.sampled_from(sorted(self.writers)))
-        writer = self.writers.pop(trial_id)
-        row = self.model.attempts[trial_id, writer.attempt]
+        writer, row = self.writers.pop(trial_id), self.rows[trial_id]
         key = (trial_id, writer.attempt)
         with self.crash_after(after, share), suppress(Crash):
             if status:
@@ -232,6 +240,12 @@ class Histories(RuleBasedStateMachine):
             known = row["rows"] + self.pending[trial_id]
             assert written in (row["rows"], known)
             row["rows"] = written
+        if not (self.place.root / "trials" / name).exists():
+            assert key not in self.model.attempts
+            if row["rows"]:
+                self.model.orphans[key] = row["rows"]
+            return
+        self.model.attempts[key] = row
         sealed = pq.read_table(self.place.root / "trials" / name).to_pylist()[0]
         row["status"], row["step"] = sealed["status"], sealed["step"]
         assert row["status"] is None or row["rows"] == [] or row["rows"][-1][0] == row["step"]
@@ -281,12 +295,25 @@ class Histories(RuleBasedStateMachine):
 
     @rule(after=st.one_of(st.none(), st.integers(0, 6)))
     def repair_what_is_whole(self, after):
-        """There is no damage to results, so that no row may move."""
+        """There is no damage to results, so that no row may move but those that never counted."""
         if after is None:
-            assert [item for item in repair(self.store) if item.is_damage] == []
-            return
-        with self.crash_after(after, 0.5), suppress(Crash):
-            repair(self.store)
+            damaged = [item for item in repair(self.store) if item.is_damage]
+            orphans = [f"{trial_id}-{attempt}.parquet" for trial_id, attempt in self.model.orphans]
+            left = [item for item in damaged if item.what.startswith("metrics/")]
+            assert sorted(item.what for item in left) == sorted(f"metrics/{name}" for name in orphans)
+            assert all(item.what == f"trial {item.what[6:]}" for item in damaged if item not in left)
+            assert {item.what[6:] for item in damaged if item not in left} <= {key[0] for key in self.model.orphans}
+        else:
+            with self.crash_after(after, 0.5), suppress(Crash):
+                repair(self.store)
+        self.note_orphans()
+
+    def note_orphans(self) -> None:
+        """Those that a repair has not set aside."""
+        metrics = self.place.root / "metrics"
+        self.model.orphans = {
+            key: rows for key, rows in self.model.orphans.items() if (metrics / parts.part_name(*key)).exists()
+        }
 
     @rule(data=st.data(), upkeep=st.sampled_from(["compact", "delete"]))
     def read_across_a_compaction(self, data, upkeep):
@@ -347,6 +374,8 @@ class Histories(RuleBasedStateMachine):
         if path.parent.name == "sweeps":
             assert kept == set(self.model.attempts)
             assert rows == self.model.raw_rows()
+        self.note_orphans()
+        assert self.model.orphans == {}
         self.model.attempts = {
             key: {**row, "rows": [(row_[2], row_[3]) for row_ in sorted(rows) if row_[:2] == key]}
             for key, row in self.model.attempts.items()
@@ -366,7 +395,7 @@ class Histories(RuleBasedStateMachine):
         model = self.model
         raw = rows_of(store.metrics(raw=True))
         assert len(raw) == len(set(raw))
-        assert set(raw) == model.raw_rows()
+        assert set(raw) == model.raw_rows() | model.orphaned_rows()
         clean = rows_of(store.metrics())
         assert len(clean) == len(set(clean))
         assert set(clean) == model.clean_rows()

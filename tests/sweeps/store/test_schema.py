@@ -89,6 +89,7 @@ def test_an_attempt_says_why_it_ended(tmp_path):
     store = Store.create(tmp_path / "store")
     for trial_id, told in (("a", {}), ("b", {"exit_reason": "stopped"})):
         writer = store.begin(trial_id, {}, {}, 0, 10, {})
+        assert writer.flush()
         assert pd.isna(store.trials()["exit_reason"].iloc[-1])
         with pytest.raises(ValueError, match=r"exit_reason='bored' is unknown; choose one of \['completed'"):
             writer.seal("finished", exit_reason="bored")

@@ -54,6 +54,9 @@ class Requested(NamedTuple):
     axes: dict
 
 
+keep_alive = AttemptWriter._keep_alive
+
+
 @pytest.fixture(autouse=True)
 def no_renewal(monkeypatch):
     """Keeps the thread that renews claims from undoing what a test does to one."""
@@ -68,8 +71,10 @@ def store(tmp_path: Path) -> Store:
 def begin(
     store: Store, trial_id: str = "t", *, start_step: int = 0, num_steps: int = 100, config=CONFIG
 ) -> AttemptWriter:
+    """An attempt that has its row already."""
     writer = store.begin(trial_id, config, {"run_id": "run"}, start_step, num_steps, {"num_params": 7})
     assert writer is not None
+    assert writer.flush()
     return writer
 
 
@@ -334,9 +339,10 @@ def test_live_parts_are_replaced_whole_and_then_sealed(store):
 
 def test_rows_are_flushed_every_few_seconds_without_being_asked(store, monkeypatch):
     monkeypatch.setattr(LocalPlace, "flush_every_s", 0.0)
-    writer = begin(store)
+    writer = store.begin("t", CONFIG, {}, 0, 100, {})
     writer.add([(10, "train", "loss", 2.0)])
     assert store.metrics()["step"].tolist() == [10]
+    assert store.trials()["num_metric_rows"].tolist() == [1]
     assert not writer.sealed
 
 
@@ -690,6 +696,63 @@ def test_a_dropped_writer_gives_its_claim_back(store):
     assert begin(store).attempt == 2
 
 
+def test_a_short_attempt_writes_one_part_per_table(store, monkeypatch):
+    written = []
+    real = LocalPlace.write
+    monkeypatch.setattr(
+        LocalPlace, "write", lambda self, path, *a, **o: (written.append(path), real(self, path, *a, **o))
+    )
+    writer = store.begin("t", CONFIG, {}, 0, 100, {})
+    assert store.statuses()["t"].status == "running"
+    writer.add([(100, "train", "loss", 1.0)])
+    writer.seal("finished")
+    assert written == ["claims/t-1.json", "metrics/t-1.parquet", "trials/t-1.parquet"]
+    assert store.claims() == []
+
+
+def test_an_attempt_without_a_row_that_is_gone_was_never_begun(store):
+    """Its number is free again, and rows of the attempts before it count as if it had not been."""
+    attempt(store, "t", None, [10, 20])
+    writer = store.begin("t", CONFIG, {}, 10, 100, {})
+    assert writer.attempt == 2
+    writer._release()
+    del writer
+    assert store.trials(raw=True)["attempt"].tolist() == [1]
+    assert store.metrics()["step"].tolist() == [10, 20]
+    assert begin(store).attempt == 2
+
+
+def test_a_dead_claim_goes_once_a_later_attempt_has_its_row(store):
+    first = store.begin("t", CONFIG, {}, 0, 100, {})
+    change_claim(store, "t-1.json", pid=1, process_start="0")
+    second = store.begin("t", CONFIG, {}, 0, 100, {})
+    assert second.attempt == 2
+    assert sorted(claim.attempt for claim in store.claims()) == [1, 2]
+    assert second.flush()
+    assert [claim.attempt for claim in store.claims()] == [2]
+    assert not first.sealed
+
+
+def test_an_attempt_has_its_row_before_its_metrics_where_it_goes_on(store, monkeypatch):
+    """Else one that is killed in between would leave metrics that count for nothing."""
+    written = []
+    real = LocalPlace.write
+    monkeypatch.setattr(
+        LocalPlace, "write", lambda self, path, *a, **o: (written.append(path), real(self, path, *a, **o))
+    )
+    writer = store.begin("t", CONFIG, {}, 0, 100, {})
+    writer.add([(10, "train", "loss", 1.0)])
+    assert writer.flush()
+    assert written[1:] == ["trials/t-1.parquet", "metrics/t-1.parquet", "trials/t-1.parquet"]
+
+
+def test_an_attempt_that_compiles_for_long_has_its_row_all_the_same(store, monkeypatch):
+    monkeypatch.setattr(LocalPlace, "flush_every_s", 0.0)
+    writer = store.begin("t", CONFIG, {}, 0, 100, {})
+    keep_alive(writer)
+    assert store.trials()["status"].tolist() == ["running"]
+
+
 def test_a_stale_number_is_noticed(store, monkeypatch):
     """A rival that looked before an attempt began and claims after it ended must not begin the same attempt again."""
     looks = []
@@ -735,6 +798,7 @@ def test_trials_begin_together_but_for_those_that_others_have(store):
     begun = store.begin_all(beginnings("a", "b", "c"), {"run_id": "run"})
     assert {id_: writer and writer.attempt for id_, writer in begun.items()} == {"a": 1, "b": None, "c": 2}
     assert {id_: state.status for id_, state in store.statuses().items()} == dict.fromkeys("abc", "running")
+    assert all(writer.flush() for writer in begun.values() if writer)
     assert store.trials(raw=True)[["trial_id", "attempt"]].to_numpy().tolist() == [
         ["a", 1],
         ["b", 1],
@@ -756,7 +820,7 @@ def test_no_claim_is_left_where_one_of_several_trials_cannot_begin(store, monkey
     real = LocalPlace.write
 
     def full_for_b(self, path, data, **options):
-        if path == "trials/b-1.parquet":
+        if path == "claims/b-1.json":
             full_disk()
         real(self, path, data, **options)
 
@@ -869,6 +933,7 @@ RIVALS = """
                 begun.append((writer, [writer.trial_id, writer.attempt]))
                 if ends:
                     writer.seal("failed")
+        assert ends or all(writer.flush() for writer, _ in begun)
         (out / f"done-{number}").write_text(json.dumps([key for _, key in begun]))
         while len(list(out.glob("done-*"))) < num_processes:
             time.sleep(0.02)
