@@ -17,9 +17,9 @@ A store is a folder, or a prefix of a bucket (`s3://bucket/prefix`, `gs://bucket
     damaged/<table>/                        what `repair` has set aside; nothing reads it
 
 Every file appears whole or not at all: it is written under a name that starts with a dot, flushed to the disk and
-renamed; in a bucket it is one object. An attempt begins as a claim. While it runs it owns one live part per table, replaced
-whole; a part whose attempt has ended is sealed and never changes again. A part that can't be read is passed over and named in
-`Store.damaged`.
+renamed; in a bucket it is one object. An attempt begins as a claim. While it runs it owns one live part per table,
+replaced whole; a part whose attempt has ended is sealed and never changes again. A part that can't be read is passed
+over and named in `Store.damaged`.
 
 Which rows count (the clean view): of a trial's attempts a finished or diverged one wins, else the latest; of the
 attempts before it only the rows up to the `start_step` of every later one count. Attempts are ordered by number, never
