@@ -79,6 +79,28 @@ def pieces(config: TrainConfig, backend: str) -> int:
     return next(number for number in range(1, size + 1) if not size % number and size // number <= largest)
 
 
+def takes_fused(variant: Variant, head_dims: tuple[int, int], dtype: str, backend: str) -> bool:
+    """Whether attention that adds no position bias, masks nothing but the future and drops no pairs now is computed by
+    the library's fused kernel (attention/fused.py).
+
+    Args:
+      variant: softmax over keys with the default values alone.
+      head_dims: entries of a head's query and of its value; cuDNN takes equal ones, multiples of 8 up to 128.
+      dtype: of activations. float32 stays float32: the kernel knows 16 bits only.
+      backend: as for `min_seq_len`.
+    """
+    size, value_size = head_dims
+    return (
+        backend == "gpu"
+        and dtype == "bfloat16"
+        and variant.normalize == "softmax_over_keys"
+        and variant.values == "default_values"
+        and size == value_size
+        and size % 8 == 0
+        and size <= 128
+    )
+
+
 def takes_kernel(backend: str, has_mask: bool) -> bool:
     """Whether what is computed in blocks is computed by a kernel."""
     return USE_KERNEL and backend == "gpu" and not has_mask

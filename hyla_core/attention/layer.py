@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from hyla_core import choice
-from hyla_core.attention import blockwise, normalize, values
+from hyla_core.attention import blockwise, fused, normalize, values
 from hyla_core.attention.products import fastest
 from hyla_core.attention.variants import Variant
 from hyla_core.numerics import Dense
@@ -49,8 +49,9 @@ class Attention(nn.Module):
     ) -> Array:
         """Attends from every position to every position that it may see.
 
-        Long sequences pass in blocks (`choice.py` says from where on), unless scores and weights are asked for: they
-        are sown as `intermediates`. The result is the same, apart from the order of sums.
+        Long sequences pass in blocks, and softmax through a fused kernel, where `choice.py` says so; never where scores
+        and weights are asked for: they are sown as `intermediates`. The result is the same, apart from the order of
+        sums and, in the kernel, the rounding of weights.
 
         Args:
           inputs: [batch, seq, emb].
@@ -71,10 +72,13 @@ class Attention(nn.Module):
 
         is_asked_for_pairs = self.is_mutable_collection("intermediates") and not self.is_initializing()
         blocks = choice.blocks(self.variant, inputs.shape[1], jax.default_backend())
-        if blocks is None or is_asked_for_pairs:
-            mixed = self._by_pair(query, key, value, bias, mask, deterministic)
-        else:
+        mixed: Array | None = None
+        if not is_asked_for_pairs and blocks is not None:
             mixed = self._in_blocks(query, key, value, bias, mask, deterministic, blocks)
+        elif not is_asked_for_pairs and bias is None and mask is None and (deterministic or not self.dropout):
+            mixed = self._fused(query, key, value)
+        if mixed is None:
+            mixed = self._by_pair(query, key, value, bias, mask, deterministic)
         return Dense(inputs.shape[-1:], num_summed=2, dtype=self.dtype, name="out")(mixed)
 
     def _in_blocks(
@@ -101,6 +105,16 @@ class Attention(nn.Module):
 
             return blockwise_pallas.attend(self.variant, query, key, value, **options)
         return blockwise.attend(self.variant, query, key, value, mask=mask, blocks=blocks, **options)
+
+    def _fused(self, query: Array, key: Array, value: Array) -> Array | None:
+        """[batch, seq, heads, dim] by the library's kernel, or None where it isn't taken or refuses this device."""
+        head_dims = (query.shape[-1], value.shape[-1])
+        if not choice.takes_fused(self.variant, head_dims, self.dtype, jax.default_backend()):
+            return None
+        try:
+            return fused.attend(query, key, value, causal=self.causal)
+        except fused.REFUSALS:
+            return None
 
     def _by_pair(
         self, query: Array, key: Array, value: Array, bias: PositionBias | None, mask: Array | None, deterministic: bool

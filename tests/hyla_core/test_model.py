@@ -263,7 +263,7 @@ def test_rematerialisation_changes_neither_gradients_nor_what_is_looked_at(optio
 
     grads = [quick_jit(jax.grad(partial(loss, config)))(params) for config in (plain, remat)]
     for ours, theirs in zip(*map(jax.tree.leaves, grads), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(*(attention_weights(config, params, inputs) for config in (plain, remat)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
