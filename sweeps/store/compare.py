@@ -23,7 +23,8 @@ def equal_tables(
 ) -> list[str]:
     """Compares what counts in two stores: ids, configs, steps, statuses, counts and values.
 
-    Attempt, host, time and run are left aside, and NaN equals NaN.
+    Attempt, host, time and run are left aside, and NaN equals NaN. So is a config column that a row lacks: a trial's id
+    stands for its config, and such a column is a field younger than the row, at its default.
 
     Args:
       store_a: one store.
@@ -48,7 +49,7 @@ def equal_tables(
     both = sorted(set(rows_a) & set(rows_b))
     for trial_id in both:
         a, b = rows_a[trial_id], rows_b[trial_id]
-        config = [name for name in {**a, **b} if is_config_column(name)]
+        config = [name for name in a if is_config_column(name) and None not in (a[name], b.get(name))]
         for name in ("status", "step", "num_steps", *COUNTS, *config):
             if not _agree(a.get(name), b.get(name)):
                 lines.append(f"trial {trial_id}: {name} is {a.get(name)!r} against {b.get(name)!r}")
