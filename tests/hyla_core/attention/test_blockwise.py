@@ -215,7 +215,7 @@ def test_a_model_in_blocks_has_the_same_loss_and_gradients(options, request):
     loss, grads = loss_and_gradients(config, params, inputs, jax.random.key(7))
     assert len(used) == (0 if options.get("attention") == "softmax" else config.model.num_layers)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    # Queries and keys of a few numbers, normalised, amplify rounding: an input changed by 1e-7 changes gradients by 2e-4.
+    # Queries and keys of a few numbers, normalised, amplify rounding: 1e-7 in an input is 2e-4 in gradients.
     tolerance = 1e-3 if options.get("normalize_qk") else 5e-5
     for name, grad in flattened(grads).items():
         largest = np.abs(flattened(expected)[name]).max()
