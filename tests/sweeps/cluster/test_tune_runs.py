@@ -74,6 +74,8 @@ class Run:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            # The tests may run under nohup, whose children inherit that SIGHUP is ignored, and would honour it.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         self.pid = self.process.pid
 
@@ -156,8 +158,15 @@ def test_a_disturbed_sweep_equals_an_undisturbed_one(start, tmp_path):
 
     # A worker killed: its pack goes on in another one.
     run = start()
-    run.wait_until_training(store)
-    victim = next(claim for claim in store.claims() if claim.alive)
+    victims = []
+
+    def saved() -> bool:
+        rows = set(store.trials(raw=True)[["trial_id", "attempt"]].itertuples(index=False, name=None))
+        victims[:] = [claim for claim in store.claims() if claim.alive and (claim.trial_id, claim.attempt) in rows]
+        return bool(victims)
+
+    wait_for(saved, "an attempt with rows")
+    victim = victims[0]
     os.kill(victim.pid, signal.SIGKILL)
     assert run.ends_with() == 0, run.text()
     assert "lost the worker of" in run.text()
